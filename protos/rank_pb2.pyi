@@ -1,0 +1,87 @@
+from protos import transfer_pb2 as _transfer_pb2
+from protos import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ShipmentOrder(_message.Message):
+    __slots__ = ("key", "request_key", "num_tokens", "target", "wire")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
+    key: _transfer_pb2.ShipmentKey
+    request_key: int
+    num_tokens: int
+    target: _worker_pb2.DecodeTarget
+    wire: str
+    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., request_key: _Optional[int] = ..., num_tokens: _Optional[int] = ..., target: _Optional[_Union[_worker_pb2.DecodeTarget, _Mapping]] = ..., wire: _Optional[str] = ...) -> None: ...
+
+class ShipmentReport(_message.Message):
+    __slots__ = ("chunks", "bytes", "transfer_ms")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    bytes: int
+    transfer_ms: float
+    def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
+
+class ReceiptOrder(_message.Message):
+    __slots__ = ("key", "num_tokens", "first_block", "block_table", "prefill_instance", "kv_head_starts", "kv_head_stops", "timeout_ms")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    KV_HEAD_STARTS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEAD_STOPS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    key: _transfer_pb2.ShipmentKey
+    num_tokens: int
+    first_block: int
+    block_table: _containers.RepeatedScalarFieldContainer[int]
+    prefill_instance: str
+    kv_head_starts: _containers.RepeatedScalarFieldContainer[int]
+    kv_head_stops: _containers.RepeatedScalarFieldContainer[int]
+    timeout_ms: int
+    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., prefill_instance: _Optional[str] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("chunks", "bytes", "first_tokens")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    bytes: int
+    first_tokens: _containers.RepeatedCompositeFieldContainer[_worker_pb2.GeneratedToken]
+    def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[_worker_pb2.GeneratedToken, _Mapping]]] = ...) -> None: ...
+
+class RankCommit(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: _transfer_pb2.ShipmentKey
+    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ...) -> None: ...
+
+class RankAbort(_message.Message):
+    __slots__ = ("key", "reason")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: _transfer_pb2.ShipmentKey
+    reason: str
+    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RankAck(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankBeat(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...

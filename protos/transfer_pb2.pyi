@@ -1,0 +1,156 @@
+from protos import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ShipmentKey(_message.Message):
+    __slots__ = ("transfer_id", "attempt", "prefill_epoch", "decode_epoch")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    attempt: int
+    prefill_epoch: int
+    decode_epoch: int
+    def __init__(self, transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., prefill_epoch: _Optional[int] = ..., decode_epoch: _Optional[int] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("key", "hello", "welcome", "open", "credit", "chunk", "chunk_ack", "chunk_nack", "seal_all", "commit", "abort", "drain_ack", "renew")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ACK_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_NACK_FIELD_NUMBER: _ClassVar[int]
+    SEAL_ALL_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_ACK_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    key: ShipmentKey
+    hello: Hello
+    welcome: Welcome
+    open: Open
+    credit: Credit
+    chunk: Chunk
+    chunk_ack: ChunkAck
+    chunk_nack: ChunkNack
+    seal_all: SealAll
+    commit: Commit
+    abort: Abort
+    drain_ack: DrainAck
+    renew: Renew
+    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., chunk_ack: _Optional[_Union[ChunkAck, _Mapping]] = ..., chunk_nack: _Optional[_Union[ChunkNack, _Mapping]] = ..., seal_all: _Optional[_Union[SealAll, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain_ack: _Optional[_Union[DrainAck, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "prefill_worker", "prefill_instance", "prefill_epoch", "prefill_rank", "decode_instance", "manifest_digest", "wire", "rendezvous")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_RANK_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    prefill_worker: str
+    prefill_instance: str
+    prefill_epoch: int
+    prefill_rank: int
+    decode_instance: str
+    manifest_digest: bytes
+    wire: str
+    rendezvous: str
+    def __init__(self, protocol: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., prefill_instance: _Optional[str] = ..., prefill_epoch: _Optional[int] = ..., prefill_rank: _Optional[int] = ..., decode_instance: _Optional[str] = ..., manifest_digest: _Optional[bytes] = ..., wire: _Optional[str] = ..., rendezvous: _Optional[str] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("decode_epoch", "decode_rank")
+    DECODE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    decode_epoch: int
+    decode_rank: int
+    def __init__(self, decode_epoch: _Optional[int] = ..., decode_rank: _Optional[int] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("num_tokens", "num_layers", "heads")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    num_layers: int
+    heads: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., heads: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("first_block", "window_bytes")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    window_bytes: int
+    def __init__(self, first_block: _Optional[int] = ..., window_bytes: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("seq", "layer", "first_block", "num_blocks", "payload_bytes", "digests", "payload")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    layer: int
+    first_block: int
+    num_blocks: int
+    payload_bytes: int
+    digests: bytes
+    payload: bytes
+    def __init__(self, seq: _Optional[int] = ..., layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class ChunkAck(_message.Message):
+    __slots__ = ("seq",)
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    def __init__(self, seq: _Optional[int] = ...) -> None: ...
+
+class ChunkNack(_message.Message):
+    __slots__ = ("seq", "reason")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    reason: str
+    def __init__(self, seq: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SealAll(_message.Message):
+    __slots__ = ("num_chunks", "first_tokens")
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_chunks: int
+    first_tokens: _containers.RepeatedCompositeFieldContainer[_worker_pb2.GeneratedToken]
+    def __init__(self, num_chunks: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[_worker_pb2.GeneratedToken, _Mapping]]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class DrainAck(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Renew(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
