@@ -8,6 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RankReportRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankReport(_message.Message):
+    __slots__ = ("pid", "open_transfers", "asyncio_tasks", "open_files")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    OPEN_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    ASYNCIO_TASKS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    open_transfers: int
+    asyncio_tasks: int
+    open_files: int
+    def __init__(self, pid: _Optional[int] = ..., open_transfers: _Optional[int] = ..., asyncio_tasks: _Optional[int] = ..., open_files: _Optional[int] = ...) -> None: ...
+
 class ShipmentOrder(_message.Message):
     __slots__ = ("key", "request_key", "num_tokens", "target", "wire")
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -79,9 +95,3 @@ class RankAbort(_message.Message):
 class RankAck(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class RankBeat(_message.Message):
-    __slots__ = ("step",)
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    def __init__(self, step: _Optional[int] = ...) -> None: ...

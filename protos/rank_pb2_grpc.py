@@ -34,9 +34,14 @@ class PrefillRankStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Ship = channel.unary_unary(
-                '/kvferry.v1.PrefillRank/Ship',
+        self.OpenShipment = channel.unary_unary(
+                '/kvferry.v1.PrefillRank/OpenShipment',
                 request_serializer=protos_dot_rank__pb2.ShipmentOrder.SerializeToString,
+                response_deserializer=protos_dot_rank__pb2.RankAck.FromString,
+                _registered_method=True)
+        self.AwaitShipment = channel.unary_unary(
+                '/kvferry.v1.PrefillRank/AwaitShipment',
+                request_serializer=protos_dot_rank__pb2.RankCommit.SerializeToString,
                 response_deserializer=protos_dot_rank__pb2.ShipmentReport.FromString,
                 _registered_method=True)
         self.AbortShipment = channel.unary_unary(
@@ -49,15 +54,23 @@ class PrefillRankStub:
 class PrefillRankServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Ship(self, request, context):
-        """Ships this rank's share of a prompt; answers once decode has committed all of it.
+    def OpenShipment(self, request, context):
+        """Takes the order; asked before the engine may compute any of the prompt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AwaitShipment(self, request, context):
+        """Answers once decode has committed all of this rank's share.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortShipment(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Answers once nothing of the shipment will be read here any more.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -65,9 +78,14 @@ class PrefillRankServicer:
 
 def add_PrefillRankServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Ship': grpc.unary_unary_rpc_method_handler(
-                    servicer.Ship,
+            'OpenShipment': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenShipment,
                     request_deserializer=protos_dot_rank__pb2.ShipmentOrder.FromString,
+                    response_serializer=protos_dot_rank__pb2.RankAck.SerializeToString,
+            ),
+            'AwaitShipment': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitShipment,
+                    request_deserializer=protos_dot_rank__pb2.RankCommit.FromString,
                     response_serializer=protos_dot_rank__pb2.ShipmentReport.SerializeToString,
             ),
             'AbortShipment': grpc.unary_unary_rpc_method_handler(
@@ -87,7 +105,7 @@ class PrefillRank:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Ship(request,
+    def OpenShipment(request,
             target,
             options=(),
             channel_credentials=None,
@@ -100,8 +118,35 @@ class PrefillRank:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvferry.v1.PrefillRank/Ship',
+            '/kvferry.v1.PrefillRank/OpenShipment',
             protos_dot_rank__pb2.ShipmentOrder.SerializeToString,
+            protos_dot_rank__pb2.RankAck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitShipment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.PrefillRank/AwaitShipment',
+            protos_dot_rank__pb2.RankCommit.SerializeToString,
             protos_dot_rank__pb2.ShipmentReport.FromString,
             options,
             channel_credentials,
@@ -302,7 +347,8 @@ class DecodeRank:
 
 
 class RankLifeStub:
-    """Both kinds. The stream ends when rank 0 or the rank is gone.
+    """Both kinds. Rank 0 asks every second; a rank that does not answer in time is lost, and its group
+    with it.
     """
 
     def __init__(self, channel):
@@ -311,18 +357,19 @@ class RankLifeStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Beat = channel.stream_stream(
-                '/kvferry.v1.RankLife/Beat',
-                request_serializer=protos_dot_rank__pb2.RankBeat.SerializeToString,
-                response_deserializer=protos_dot_rank__pb2.RankBeat.FromString,
+        self.Report = channel.unary_unary(
+                '/kvferry.v1.RankLife/Report',
+                request_serializer=protos_dot_rank__pb2.RankReportRequest.SerializeToString,
+                response_deserializer=protos_dot_rank__pb2.RankReport.FromString,
                 _registered_method=True)
 
 
 class RankLifeServicer:
-    """Both kinds. The stream ends when rank 0 or the rank is gone.
+    """Both kinds. Rank 0 asks every second; a rank that does not answer in time is lost, and its group
+    with it.
     """
 
-    def Beat(self, request_iterator, context):
+    def Report(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -331,10 +378,10 @@ class RankLifeServicer:
 
 def add_RankLifeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Beat': grpc.stream_stream_rpc_method_handler(
-                    servicer.Beat,
-                    request_deserializer=protos_dot_rank__pb2.RankBeat.FromString,
-                    response_serializer=protos_dot_rank__pb2.RankBeat.SerializeToString,
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=protos_dot_rank__pb2.RankReportRequest.FromString,
+                    response_serializer=protos_dot_rank__pb2.RankReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -345,11 +392,12 @@ def add_RankLifeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RankLife:
-    """Both kinds. The stream ends when rank 0 or the rank is gone.
+    """Both kinds. Rank 0 asks every second; a rank that does not answer in time is lost, and its group
+    with it.
     """
 
     @staticmethod
-    def Beat(request_iterator,
+    def Report(request,
             target,
             options=(),
             channel_credentials=None,
@@ -359,12 +407,12 @@ class RankLife:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
+        return grpc.experimental.unary_unary(
+            request,
             target,
-            '/kvferry.v1.RankLife/Beat',
-            protos_dot_rank__pb2.RankBeat.SerializeToString,
-            protos_dot_rank__pb2.RankBeat.FromString,
+            '/kvferry.v1.RankLife/Report',
+            protos_dot_rank__pb2.RankReportRequest.SerializeToString,
+            protos_dot_rank__pb2.RankReport.FromString,
             options,
             channel_credentials,
             insecure,

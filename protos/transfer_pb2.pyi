@@ -142,10 +142,12 @@ class Commit(_message.Message):
     def __init__(self) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "code")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    code: str
+    def __init__(self, reason: _Optional[str] = ..., code: _Optional[str] = ...) -> None: ...
 
 class DrainAck(_message.Message):
     __slots__ = ()

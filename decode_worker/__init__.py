@@ -1,0 +1,1 @@
+"""KV blocks come in, or a prompt; tokens go out."""

@@ -1,0 +1,160 @@
+"""One request's life on a decode group.
+
+    reserving   waits for blocks for the whole prompt, some of which may be cached here already
+    receiving   every rank takes in its heads of the blocks that are missing
+    committed   every rank has every cell; prefill may let its blocks go
+    adopted     the request joins the batch with the tokens that prefill sampled
+    streaming   tokens leave in order; the blocks stay cached here, named, when it ends
+
+Without a transfer the prompt is computed here, and the first two states are skipped. However it
+ends, one place lets go: the transfer first, on every rank, and only then the blocks.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from decode_worker.ranks import ReceivesPrompts
+from decode_worker.waiting_room import WaitingRoom
+from engine.engine import Engine
+from engine.request import Admitted, Request
+from engine.roster import Reservation
+from protos import worker_pb2 as pb
+from transport.orders import Identity, Receipt, ReceiptOrder, ShipmentKey, intervals_from
+from worker.cleanups import Cleanups
+from worker.outputs import Outputs
+from worker.refusal import refusals
+from worker.work import WorkIntake
+
+DecodeEvents = AsyncGenerator[pb.DecodeEvent, None]
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call's own state: what must be let go, and how far it got."""
+
+    request: Request
+    outputs: Outputs
+    key: ShipmentKey | None = None
+    reservation: Reservation | None = None
+    ended: bool = False
+
+
+class Decoding:
+    """Runs requests on rank 0's engine and drives the transfers of all ranks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        intake: WorkIntake,
+        identity: Identity,
+        ranks: Sequence[ReceivesPrompts],
+        waiting_room: WaitingRoom,
+        transfer_lease_s: float,
+        cleanups: Cleanups,
+    ) -> None:
+        self._engine = engine
+        self._intake = intake
+        self._identity = identity
+        self._ranks = ranks
+        self._waiting_room = waiting_room
+        self._transfer_lease_s = transfer_lease_s
+        self._cleanups = cleanups
+
+    async def run(self, asked: pb.DecodeRequest) -> DecodeEvents:
+        """Yield the events of one call; raises Refused. Close it, and everything is let go."""
+        outputs = Outputs(asyncio.get_running_loop())
+        call = _Call(self._intake.accept(asked.work, outputs.put), outputs)
+        try:
+            with refusals():
+                if not asked.transfer_id:
+                    self._engine.add(call.request)
+                async with aclosing(self._events(call, asked)) as events:
+                    async for event in events:
+                        yield event
+        finally:
+            await self._cleanups.run(self._let_go(call), f"let go of {call.request.request_id}")
+
+    async def _events(self, call: _Call, asked: pb.DecodeRequest) -> DecodeEvents:
+        if asked.transfer_id:
+            call.reservation = await self._waiting_room.reserve(call.request)
+            yield _reserved(call.reservation)
+            yield await self._take_in(call, call.reservation, asked)
+        unfinished = call.request.params.n
+        while unfinished:
+            output = await call.outputs.take()
+            if isinstance(output, Admitted):
+                continue
+            unfinished -= bool(output.finish_reason)
+            call.ended = not unfinished
+            yield pb.DecodeEvent(token=output.to_proto())
+        yield _done(call.request)
+
+    async def _take_in(
+        self, call: _Call, reservation: Reservation, asked: pb.DecodeRequest
+    ) -> pb.DecodeEvent:
+        """From reserved blocks to an adopted request."""
+        order = self._order(reservation, asked)
+        call.key = order.key
+        receipts = await self._receipts(order)
+        await asyncio.gather(*(rank.commit(order.key) for rank in self._ranks))
+        first_tokens = [token for receipt in receipts for token in receipt.first_tokens]
+        self._engine.adopt(reservation, first_tokens)
+        call.key = call.reservation = None  # the engine's now
+        return _adopted(reservation, receipts)
+
+    async def _receipts(self, order: ReceiptOrder) -> list[Receipt]:
+        """One from each rank; the first failure ends the others' wait."""
+        tasks = [asyncio.ensure_future(rank.expect(order)) for rank in self._ranks]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _let_go(self, call: _Call) -> None:
+        if call.key is not None:
+            key = call.key
+            await asyncio.gather(
+                *(rank.abort(key, "the request has ended") for rank in self._ranks)
+            )
+        if call.reservation is not None:
+            self._engine.abandon(call.reservation)
+        elif not call.ended:
+            self._engine.cancel(call.request.request_id)
+
+    def _order(self, reservation: Reservation, asked: pb.DecodeRequest) -> ReceiptOrder:
+        source = asked.source
+        return ReceiptOrder(
+            key=ShipmentKey(asked.transfer_id, asked.attempt, source.epoch, self._identity.epoch),
+            num_tokens=len(reservation.request.prompt),
+            first_block=reservation.num_cached_blocks,
+            block_table=tuple(reservation.block_table),
+            prefill_instance=source.instance,
+            source_intervals=intervals_from(source.kv_head_starts, source.kv_head_stops),
+            timeout_s=self._transfer_lease_s,
+        )
+
+
+def _reserved(reservation: Reservation) -> pb.DecodeEvent:
+    return pb.DecodeEvent(reserved=pb.DecodeReserved(cached_blocks=reservation.num_cached_blocks))
+
+
+def _adopted(reservation: Reservation, receipts: Sequence[Receipt]) -> pb.DecodeEvent:
+    return pb.DecodeEvent(
+        adopted=pb.DecodeAdopted(
+            shipped_blocks=len(reservation.block_table) - reservation.num_cached_blocks,
+            shipped_bytes=sum(receipt.bytes for receipt in receipts),
+        )
+    )
+
+
+def _done(request: Request) -> pb.DecodeEvent:
+    return pb.DecodeEvent(
+        done=pb.DecodeDone(
+            cached_tokens=max(0, request.num_cached_tokens),
+            computed_tokens=request.num_computed_tokens,
+        )
+    )

@@ -1,0 +1,97 @@
+"""What a decode group does on each rank: receive its heads; on rank 0, answer the router."""
+
+from collections.abc import Sequence
+
+import grpc.aio
+
+from decode_worker.decoding import Decoding
+from decode_worker.ranks import DecodeRankServicer, ReceivesPrompts, RemoteRank
+from decode_worker.settings import DecodeSettings
+from decode_worker.waiting_room import WaitingRoom
+from prefix_index.index import Role
+from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from transport.config import TransportConfig
+from transport.receiver import Receiver
+from worker.refusal import Context
+from worker.role import Front, RankContext, RoleSpec
+from worker.serving import serve_call
+
+
+class DecodeSide:
+    observer = None  # nothing is shipped from here
+
+    def __init__(self, context: RankContext) -> None:
+        settings, parts = context.settings, context.parts
+        self._context = context
+        self.receiver = Receiver(
+            context.identity,
+            parts.kv_heads,
+            parts.store,
+            manifest_digest=context.manifest.digest(),
+            clock=context.clock,
+            config=TransportConfig(lease_s=settings.transfer_lease_s),
+        )
+
+    @property
+    def open_transfers(self) -> int:
+        return self.receiver.open_transfers
+
+    def serve_ranks(self, server: grpc.aio.Server) -> None:
+        transfer = TransferServicer(self.receiver)
+        transfer_pb2_grpc.add_TransferServicer_to_server(transfer, server)
+        if self._context.identity.rank > 0:
+            servicer = DecodeRankServicer(self.receiver)
+            rank_pb2_grpc.add_DecodeRankServicer_to_server(servicer, server)
+
+    def serve_router(self, server: grpc.aio.Server, front: Front) -> None:
+        ranks = [self.receiver, *(RemoteRank(channel) for channel in front.others)]
+        decoding = self.decoding(front, ranks)
+        servicer = _DecodeServicer(decoding, self._context.identity.instance, front)
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(servicer, server)
+
+    def decoding(self, front: Front, ranks: Sequence[ReceivesPrompts]) -> Decoding:
+        context, settings = self._context, self._context.settings
+        waiting_room = WaitingRoom(
+            front.engine, context.clock, settings.max_reserving, settings.reserve_wait_s
+        )
+        return Decoding(
+            front.engine,
+            front.intake,
+            context.identity,
+            ranks,
+            waiting_room,
+            settings.transfer_lease_s,
+            front.cleanups,
+        )
+
+    async def start(self) -> None:
+        await self.receiver.__aenter__()
+
+    async def close(self) -> None:
+        await self.receiver.close()
+
+
+class _DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
+    def __init__(self, decoding: Decoding, instance: str, front: Front) -> None:
+        self._decoding = decoding
+        self._instance = instance
+        self._front = front
+
+    async def Decode(
+        self,
+        request: worker_pb2.DecodeRequest,
+        context: Context,
+    ) -> None:
+        expected = request.expected_instance
+        await serve_call(
+            context, self._front.doors, expected, self._instance, self._decoding.run(request)
+        )
+
+
+DECODE = RoleSpec(
+    role=Role.DECODE,
+    service="kvferry.v1.DecodeWorker",
+    rank_module="decode_worker.rank",
+    settings=DecodeSettings,
+    make_side=DecodeSide,
+)

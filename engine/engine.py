@@ -1,0 +1,398 @@
+"""The engine of rank 0: a thread that plans, runs and hands out, one step after another.
+
+A step: settle what callers asked for meanwhile; plan; broadcast the plan to the other ranks; run
+it; draw tokens; give them out. One lock guards pool, scheduler and roster. It is not held while the
+model runs, so callers never wait for a forward pass, and what they ask for takes effect after it.
+Every accepted request ends exactly once: with the last token of its last choice, or with Failed.
+
+When the model raises or a rank is lost, every request fails and the engine is over. Its process is
+expected to end, and whoever watches it to start another.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.clock import Clock
+from engine.load import Gauge, Load
+from engine.rank_group import RankLost
+from engine.request import EngineStopped, Refused, Request, State, TokenOutput
+from engine.roster import Delivery, Reservation, Roster, Stats
+from engine.runner import Runner, SliceObserver
+from engine.sampler import sample
+from engine.scheduler import Scheduler, SchedulerConfig, Step
+from engine.step_plan import Kind, StepPlan
+from engine.stop_rules import StopRules
+from kvcache.block_hash import BlockHash, Namespace, hash_block, name_blocks
+from kvcache.block_pool import BlockEvent, BlockPool, Stored
+from kvcache.kv_store import KvStore
+from model.comm import Comm
+from model.model import Model
+from model.tokenizer import Tokenizer
+from protos.worker_pb2 import GeneratedToken
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    max_tokens_per_step: int = 512
+    max_running: int = 64  # choices, over all requests
+    max_waiting: int = 256  # choices; a preempted one counts
+    growth_tokens: int = 32  # see engine.scheduler
+    vocab_size: int | None = None  # None: whoever sends tokens has checked them
+    max_context: int | None = None
+    idle_beat_s: float = 1.0  # how often an idle engine tells its ranks that it lives
+    lost_rank_grace_s: float = 1.0  # how long a failed step waits to learn that a rank is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Where every block is, and how many requests are where."""
+
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    reserved_blocks: int  # part of used: waiting for a transfer
+    waiting_requests: int
+    running_requests: int
+    reserved_requests: int
+    held_requests: int
+
+
+class Engine:
+    """Thread-safe. Outputs are called without the lock, on the engine's thread (when a rank is
+    lost or the engine stopped, perhaps on another).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        store: KvStore,
+        pool: BlockPool,
+        comm: Comm,
+        namespace: Namespace,
+        clock: Clock,
+        *,
+        tokenizer: Tokenizer | None = None,
+        observer: SliceObserver | None = None,
+        lost_rank: Callable[[], str | None] = lambda: None,
+        on_death: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        """`tokenizer` is needed for stop strings. `lost_rank` says which rank is gone, if one is.
+        `on_death` is called once, after every request has failed, with what ended the engine;
+        `stop` does not call it.
+        """
+        assert comm.rank == 0, "only rank 0 has an engine"
+        assert store.num_blocks == pool.num_blocks, "pool and store differ in size"
+        self._config = config
+        self._spec = store.spec
+        self._pool = pool
+        self._comm = comm
+        self._namespace = namespace
+        self._clock = clock
+        self._tokenizer = tokenizer
+        self._lost_rank = lost_rank
+        self._on_death = on_death
+        self._runner = Runner(model, store, observer)
+        scheduling = SchedulerConfig(
+            config.max_tokens_per_step, config.max_running, config.growth_tokens
+        )
+        self._scheduler = Scheduler(scheduling, pool, self._spec, self._name_block)
+        self._roster = Roster(self._scheduler, self._make_rules, config.max_waiting)
+        self._gauge = Gauge()
+        self._changed = threading.Condition()  # its lock is the engine's
+        self._news = False  # something changed since the last settling
+        self._num_keys = 0
+        self._stopping = False
+        self._death: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def new_key(self) -> int:
+        """A request key that no other request of this engine has."""
+        with self._changed:
+            self._num_keys += 1
+            return self._num_keys
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises Refused, among them QueueFull and TooLarge."""
+        self._prepare(request)
+        with self._changed:
+            self._check_alive()
+            self._roster.queue(request, self._retry_after_ms())
+            self._tell()
+
+    def cancel(self, request_id: str) -> bool:
+        """End a queued or running request, before the next step, with CANCELLED; False if there is
+        none. A reserved request is ended by `abandon`, a held one by `release_held`.
+        """
+        with self._changed:
+            self._tell()
+            return self._roster.cancel(request_id)
+
+    def release_held(self, request_id: str) -> bool:
+        """Give back the blocks of a request with `hold`, ending it first if it still runs."""
+        with self._changed:
+            self._tell()
+            return self._roster.release_held(request_id)
+
+    def reserve(self, request: Request) -> Reservation:
+        """Take blocks for a prompt whose KV will come from elsewhere.
+
+        Raises Refused; and OutOfBlocks when blocks or seats are not to be had now.
+        """
+        self._prepare(request)
+        with self._changed:
+            self._check_alive()
+            return self._roster.reserve(request)
+
+    def adopt(self, reservation: Reservation, first_tokens: Sequence[GeneratedToken]) -> None:
+        """The prompt's KV is in the blocks on every rank, and these tokens, one a choice, follow.
+
+        The request joins the running before the next step, and puts out its first tokens itself.
+        Raises Refused; the reservation then stands.
+        """
+        tokens = sorted(map(TokenOutput.from_proto, first_tokens), key=lambda token: token.choice)
+        self._check_vocabulary([token.token_id for token in tokens])
+        with self._changed:
+            self._check_alive()
+            self._roster.adopt(reservation, tokens)
+            self._tell()
+
+    def abandon(self, reservation: Reservation) -> bool:
+        """Free reserved blocks that nobody writes to any more; False if adopted or abandoned."""
+        with self._changed:
+            self._tell()
+            return self._roster.abandon(reservation)
+
+    def match(self, names: Sequence[BlockHash]) -> int:
+        """How many of these blocks, from the first on, are resident now."""
+        with self._changed:
+            return self._pool.match(names)
+
+    def drain_events(self) -> list[BlockEvent]:
+        with self._changed:
+            return self._pool.drain_events()
+
+    def resident(self) -> list[BlockHash]:
+        with self._changed:
+            return self._pool.resident()
+
+    def resident_blocks(self) -> list[Stored]:
+        with self._changed:
+            return self._pool.resident_blocks()
+
+    def flush_cache(self) -> int:
+        with self._changed:
+            return self._pool.flush()
+
+    @property
+    def death(self) -> Exception | None:
+        """What ended the engine, if it did not end by `stop`."""
+        return self._death
+
+    def load(self) -> Load:
+        with self._changed:
+            scheduler = self._scheduler
+            return Load(
+                running=len(scheduler.running) + len(scheduler.reserved),
+                waiting=len(scheduler.waiting),
+                queued_tokens=self._queued_tokens(),
+                free_blocks=self._pool.num_available,
+                total_blocks=self._pool.num_blocks,
+                prefill_ms_per_token=self._gauge.prefill_ms_per_token,
+                decode_step_ms=self._gauge.decode_step_ms,
+            )
+
+    def stats(self) -> Stats:
+        with self._changed:
+            return self._roster.stats
+
+    def books(self) -> Books:
+        with self._changed:
+            reserved = {b for choice in self._scheduler.reserved for b in choice.block_table}
+            return Books(
+                total_blocks=self._pool.num_blocks,
+                free_blocks=self._pool.num_free,
+                cached_blocks=self._pool.num_cached,
+                used_blocks=self._pool.num_used,
+                reserved_blocks=len(reserved),
+                waiting_requests=self._roster.count(State.QUEUED),
+                running_requests=self._roster.count(State.RUNNING),
+                reserved_requests=self._roster.count(State.RESERVED),
+                held_requests=self._roster.count(State.HELD),
+            )
+
+    def check(self) -> None:
+        """Raise AssertionError if pool, tables and requests disagree. Safe at any time."""
+        with self._changed:
+            self._roster.check()
+
+    def start(self) -> None:
+        assert self._thread is None, "an engine starts once"
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> bool:
+        """Let the running step end, fail what is left with UNAVAILABLE, tell the other ranks to
+        stop. Returns whether the thread has ended.
+        """
+        with self._changed:
+            self._stopping = True
+            self._tell()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def lose(self, reason: str) -> None:
+        """A rank is gone: fail everything now, on the caller's thread; the step may hang."""
+        self._die(RankLost(reason))
+
+    def step(self) -> bool:
+        """One step on the caller's thread; False if there was nothing to do. For simulations, and
+        for tests, which call it instead of `start`.
+        """
+        with self._changed:
+            if self._death is not None:
+                return False
+            self._news = False
+            told = self._roster.settle()
+            step, failed = self._roster.plan()
+            plan = step.plan(self._roster.stats.steps)
+        self._deliver(told + failed)
+        if not step.slices:
+            return bool(told or failed)
+        started = self._clock.now()
+        self._execute(step, plan)
+        with self._changed:
+            self._gauge.measure(step, (self._clock.now() - started) * 1000)
+        return True
+
+    def _execute(self, step: Step, plan: StepPlan) -> None:
+        if self._comm.size > 1:
+            self._comm.broadcast_ints(plan.encode())
+        logits_RV = self._runner.run(plan)
+        assert logits_RV is not None, "rank 0 gets the logits"
+        drawn = sample(logits_RV, self._roster.draws(step))
+        with self._changed:
+            if self._death is not None:
+                return  # everything has failed meanwhile
+            told = self._roster.commit(step, drawn)
+        self._deliver(told)
+
+    def _run(self) -> None:
+        try:
+            while self._death is None and not self._stopping:
+                if not self.step():
+                    self._idle()
+            if self._death is None:
+                self._finish()
+        except Exception as error:
+            reason = self._await_lost_rank()
+            if reason is None:
+                log.exception("the engine fails")
+            self._die(error if reason is None else RankLost(reason))
+
+    def _idle(self) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._news or self._stopping, timeout=self._config.idle_beat_s
+            )
+            if self._news or self._stopping:
+                return
+        reason = self._lost_rank()
+        if reason is not None:
+            raise RankLost(reason)
+        if self._comm.size > 1:
+            self._comm.broadcast_ints(StepPlan(0, kind=Kind.IDLE).encode())
+
+    def _finish(self) -> None:
+        with self._changed:
+            told = self._roster.settle()
+            told += self._roster.fail_all("UNAVAILABLE", "the worker is stopping")
+        self._deliver(told)
+        if self._comm.size > 1:
+            self._comm.broadcast_ints(StepPlan(0, kind=Kind.STOP).encode())
+
+    def _die(self, error: Exception) -> None:
+        with self._changed:
+            if self._death is not None:
+                return
+            self._death = error
+            code = "UNAVAILABLE" if isinstance(error, RankLost) else "INTERNAL"
+            told = self._roster.settle()
+            told += self._roster.fail_all(code, f"the engine has ended: {error}")
+            self._tell()
+        self._deliver(told)
+        self._on_death(error)
+
+    def _await_lost_rank(self) -> str | None:
+        """Whether a lost rank is why the step failed: its end may be seen a little later."""
+        waited = threading.Event()
+        for _ in range(20):
+            reason = self._lost_rank()
+            if reason is not None or self._comm.size == 1 or self._death is not None:
+                return reason
+            waited.wait(self._config.lost_rank_grace_s / 20)
+        return None
+
+    def _deliver(self, told: Sequence[Delivery]) -> None:
+        for request, output in told:
+            try:
+                request.on_output(output)
+            except Exception:  # whoever listens must not take the others down
+                log.exception("the listener of request %r fails", request.request_id)
+                self.cancel(request.request_id)
+
+    def _tell(self) -> None:
+        self._news = True
+        self._changed.notify_all()
+
+    def _prepare(self, request: Request) -> None:
+        """Check and complete a request, on the caller's thread. Raises Refused."""
+        if not request.prompt:
+            raise Refused(f"request {request.request_id} has an empty prompt")
+        self._check_vocabulary(request.prompt)
+        num_tokens = len(request.prompt) + request.params.max_tokens
+        if self._config.max_context is not None and num_tokens > self._config.max_context:
+            raise Refused(
+                f"request {request.request_id} has {len(request.prompt)} prompt tokens and"
+                f" max_tokens {request.params.max_tokens}, the context holds"
+                f" {self._config.max_context}"
+            )
+        if request.params.stop and self._tokenizer is None:
+            raise Refused("stop strings need a tokenizer, and this engine has none")
+        if not request.names:
+            request.names = name_blocks(
+                self._namespace, request.tenant, request.prompt, self._spec.block_size
+            )
+
+    def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
+        size = self._config.vocab_size
+        if size is not None and not 0 <= min(token_ids) <= max(token_ids) < size:
+            raise Refused(f"a token id is outside the vocabulary of {size}")
+
+    def _check_alive(self) -> None:
+        if self._death is not None or self._stopping:
+            raise EngineStopped("the engine takes no more requests")
+
+    def _queued_tokens(self) -> int:
+        choices = (*self._scheduler.running, *self._scheduler.waiting)
+        return sum(choice.num_pending for choice in choices)
+
+    def _retry_after_ms(self) -> int:
+        """About when the queue will have moved on."""
+        predicted = self._queued_tokens() * self._gauge.prefill_ms_per_token
+        return int(min(10_000, max(100, predicted)))
+
+    def _make_rules(self, request: Request) -> StopRules:
+        return StopRules(request.params, request.eos_token_ids, self._tokenizer)
+
+    def _name_block(
+        self, request: Request, parent: BlockHash | None, token_ids: tuple[int, ...]
+    ) -> BlockHash:
+        return hash_block(self._namespace, request.tenant, parent, token_ids)

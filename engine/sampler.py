@@ -1,0 +1,201 @@
+"""From logits to tokens, each choice by its own rules, whatever else is in the batch.
+
+For each draw, in this order: logprobs are read from the raw logits; EOS and stop ids are masked
+until min_tokens are there, then everything but the allowed ids; repetition (Keskar et al. 2019),
+presence and frequency penalties; logit bias; temperature; min-p; top-k; top-p over what is left.
+Then one uniform number, a function of (seed, choice, index) only, is looked up in the cumulative
+distribution. So a token does not depend on the batch, on preemption, or on which worker draws it.
+
+    logits_RV   R rows of the step, V vocabulary
+    draws       a row may serve several: the n choices of a prompt
+    D           draws of one kind, S sorted vocabulary
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.sampling_params import SamplingParams, choice_seed
+from engine.stop_rules import ending_token_ids
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to be drawn from row `row`: number len(output) of this choice."""
+
+    row: int
+    params: SamplingParams
+    choice: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def uniform(seed: int, choice: int, index: int) -> float:
+    """Noise in [0, 1) for one token: SplitMix64 (Steele et al. 2014), used as a counter."""
+    state = _mix(choice_seed(seed, choice) ^ 0x6A09E667F3BCC909)
+    return (_mix(state + (index + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+@torch.inference_mode()
+def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[Drawn | None]:
+    """Draw one token per draw; None where the logits leave none (NaN, infinite, all masked)."""
+    if not draws:
+        return []
+    rows_D = torch.tensor([draw.row for draw in draws], device=logits_RV.device)
+    sane_R = torch.isfinite(logits_RV.sum(-1))
+    logits_DV = logits_RV
+    if any(map(_is_shaped, draws)) or [draw.row for draw in draws] != [*range(len(logits_RV))]:
+        logits_DV = logits_RV[rows_D]  # a copy, to be written
+        for number, draw in enumerate(draws):
+            _shape(logits_DV[number], draw)
+    best_D = logits_DV.argmax(-1)
+    possible_D = sane_R[rows_D] & torch.isfinite(logits_DV.gather(1, best_D[:, None])[:, 0])
+    tokens: list[int] = best_D.tolist()
+    possible: list[bool] = possible_D.tolist()
+    for kind in (_is_plain, _is_filtered):
+        numbers = [i for i, draw in enumerate(draws) if possible[i] and kind(draw.params)]
+        if numbers:
+            chosen = _draw_random(logits_DV[numbers], [draws[i] for i in numbers])
+            for number, token_id in zip(numbers, chosen, strict=True):
+                tokens[number] = token_id
+    return [
+        Drawn(token_id, *_logprobs(logits_RV[draw.row], token_id, draw.params)) if ok else None
+        for ok, token_id, draw in zip(possible, tokens, draws, strict=True)
+    ]
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Random, and no need to sort the vocabulary."""
+    return not params.greedy and not _sorts(params)
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return not params.greedy and _sorts(params)
+
+
+def _sorts(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0
+
+
+def _is_shaped(draw: Draw) -> bool:
+    params = draw.params
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.min_tokens > len(draw.output)
+    )
+
+
+def _shape(logits_V: Tensor, draw: Draw) -> None:
+    """Apply, in place, everything that comes before the temperature."""
+    params = draw.params
+    ids: Tensor
+    if params.repetition_penalty != 1.0:
+        ids = _ids(sorted({*draw.prompt, *draw.output}), logits_V)
+        seen = logits_V[ids]
+        penalty = params.repetition_penalty
+        logits_V[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    if draw.output and (params.presence_penalty or params.frequency_penalty):
+        counts = Counter(draw.output)
+        ids = _ids(list(counts), logits_V)
+        times = torch.tensor(list(counts.values()), dtype=logits_V.dtype, device=logits_V.device)
+        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * times
+    if params.logit_bias:
+        ids = _ids([token_id for token_id, _ in params.logit_bias], logits_V)
+        biases = [bias for _, bias in params.logit_bias]
+        logits_V[ids] += torch.tensor(biases, dtype=logits_V.dtype, device=logits_V.device)
+    if params.allowed_token_ids:
+        ids = _ids(params.allowed_token_ids, logits_V)
+        allowed = logits_V[ids].clone()
+        logits_V.fill_(-torch.inf)
+        logits_V[ids] = allowed
+    if len(draw.output) < params.min_tokens:
+        ending = sorted(ending_token_ids(params, draw.eos_token_ids))
+        logits_V[_ids(ending, logits_V)] = -torch.inf
+
+
+def _draw_random(logits_DV: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Draws that are all plain or all filtered, so that a draw's arithmetic is always the same."""
+    params = [draw.params for draw in draws]
+    logits_DV = logits_DV.to(torch.float64)
+    logits_DV -= logits_DV.amax(-1, keepdim=True)
+    logits_DV /= _column([p.temperature for p in params], logits_DV)
+    ids_DS: Tensor | None = None
+    if _sorts(params[0]):
+        logits_DV, ids_DS = logits_DV.sort(stable=True, dim=-1, descending=True)
+    weights_DV = logits_DV.exp_()  # the largest is 1, so min-p is a plain threshold
+    weights_DV[weights_DV < _column([p.min_p for p in params], weights_DV)] = 0.0
+    if ids_DS is not None:
+        _filter_sorted(weights_DV, params)
+    cumulative_DV = weights_DV.cumsum(-1)
+    total_D1 = cumulative_DV[:, -1:]
+    noise = [uniform(draw.params.seed, draw.choice, len(draw.output)) for draw in draws]
+    target_D1 = _column(noise, total_D1) * total_D1
+    target_D1 = torch.minimum(target_D1, total_D1.nextafter(torch.zeros_like(total_D1)))
+    places_D1 = torch.searchsorted(cumulative_DV, target_D1, right=True)
+    chosen_D1 = places_D1 if ids_DS is None else ids_DS.gather(1, places_D1)
+    return [int(token_id) for token_id in chosen_D1[:, 0].tolist()]
+
+
+def _filter_sorted(weights_DS: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Zero what top-k and top-p leave out; ties go to the lower token id.
+
+    Top-p keeps the fewest tokens whose share of what top-k and min-p left reaches p.
+    """
+    size = weights_DS.shape[-1]
+    ranks_S = torch.arange(size, device=weights_DS.device)
+    top_k_D1 = _column([float(p.top_k or size) for p in params], weights_DS)
+    weights_DS[ranks_S >= top_k_D1] = 0.0
+    cumulative_DS = weights_DS.cumsum(-1)
+    before_DS = cumulative_DS - weights_DS
+    wanted_D1 = _column([p.top_p for p in params], weights_DS) * cumulative_DS[:, -1:]
+    weights_DS[before_DS >= wanted_D1] = 0.0
+
+
+def _logprobs(
+    logits_V: Tensor, token_id: int, params: SamplingParams
+) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+    """The token's log probability under the model itself, and the likeliest alternatives'."""
+    if params.logprobs is None:
+        return None, ()
+    logprobs_V = logits_V.to(torch.float64).log_softmax(-1)
+    count = min(params.logprobs, logprobs_V.shape[0])
+    if count == 0:
+        return float(logprobs_V[token_id]), ()
+    least = logprobs_V.topk(count).values[-1]
+    ids = (logprobs_V >= least).nonzero()[:, 0].tolist()
+    pairs = [(int(i), float(logprobs_V[i])) for i in ids]
+    top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
+    return float(logprobs_V[token_id]), tuple(top)
+
+
+def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _mix(state: int) -> int:
+    """The finaliser of SplitMix64."""
+    state &= _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)

@@ -1,0 +1,36 @@
+"""Triton, where there is one for the platform, and which tensors its kernels are launched on."""
+
+from typing import Any
+
+from torch import Tensor
+
+triton: Any
+tl: Any
+
+
+class _Absent:
+    """Stands in for Triton while kernels are defined; where it does, none is ever launched."""
+
+    def __getattr__(self, name: str) -> "_Absent":
+        return self
+
+    def __call__(self, function: object) -> object:
+        return function
+
+
+try:
+    import triton
+    import triton.language as tl
+
+    PRESENT = True
+except ImportError:
+    triton = tl = _Absent()
+    PRESENT = False
+
+
+def launches(tensor: Tensor) -> bool:
+    """Whether to launch a kernel on `tensor` rather than to call its reference.
+
+    On a CPU only under TRITON_INTERPRET=1, which has to be set before Triton is first imported.
+    """
+    return PRESENT and (tensor.is_cuda or bool(triton.knobs.runtime.interpret))

@@ -1,0 +1,99 @@
+"""Block identity: a full block is named by its own tokens and by every token before it.
+
+A name is `BLAKE2b-128(key = tenant key, domain | namespace | parent | tokens | extra)`, every field
+preceded by its length as u32 LE, tokens as u32 LE. The same bytes come out of every process, host
+and Python version; `hash()` has no part in it. The namespace says everything that decides what KV
+values a token gives; the tenant key keeps one caller's names from being found by another.
+"""
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)  # 16 bytes
+TenantKey = NewType("TenantKey", bytes)  # 32 bytes
+Namespace = NewType("Namespace", bytes)  # 32 bytes
+
+FORMAT = b"kvferry block 1"  # changes whenever the same tokens must get another name
+
+PUBLIC = TenantKey(hashlib.blake2b(b"", digest_size=32, person=b"kvferry.public").digest())
+"""The key of prompts everyone may share, and of a cluster without authentication."""
+
+
+def tenant_key(identity: str) -> TenantKey:
+    """The key of one caller, from who it is (an API key, a certificate), never from its request."""
+    if not identity:
+        raise ValueError("a tenant's identity is empty; shared prompts are named under PUBLIC")
+    digest = hashlib.blake2b(identity.encode(), digest_size=32, person=b"kvferry.tenant")
+    return TenantKey(digest.digest())
+
+
+def namespace(
+    *, weights: bytes, config: bytes, tokenizer: bytes, adapter: str, cache: bytes
+) -> Namespace:
+    """Digest everything that decides the KV values of a token: equal namespaces may share blocks.
+
+    Takes the fingerprints of the weights, the model's configuration and the tokenizer, the
+    adapter's name ("" for none) and `CacheSpec.fingerprint()`.
+    """
+    digest = hashlib.blake2b(digest_size=32, person=b"kvferry.space")
+    for part in (FORMAT, weights, config, tokenizer, adapter.encode(), cache):
+        digest.update(_field(part))
+    return Namespace(digest.digest())
+
+
+def hash_block(
+    namespace: Namespace,
+    tenant: TenantKey,
+    parent: BlockHash | None,
+    token_ids: Sequence[int],
+    extra: bytes = b"",
+) -> BlockHash:
+    """Name one full block. `parent` is the block before it, None for the first of a prompt.
+
+    `extra` is whatever else its KV depends on (an image, an embedding). Ids must fit u32.
+    """
+    digest = _root(namespace, tenant)
+    digest.update(_block_fields(parent, _token_bytes(token_ids), extra))
+    return BlockHash(digest.digest())
+
+
+def name_blocks(
+    namespace: Namespace, tenant: TenantKey, token_ids: Sequence[int], block_size: int
+) -> list[BlockHash]:
+    """The chained name of each full block, in order; a partial tail has no name."""
+    root = _root(namespace, tenant)
+    tokens = _token_bytes(token_ids)
+    width = block_size * 4
+    parent: BlockHash | None = None
+    names: list[BlockHash] = []
+    for start in range(0, len(tokens) - width + 1, width):
+        digest = root.copy()
+        digest.update(_block_fields(parent, tokens[start : start + width], b""))
+        parent = BlockHash(digest.digest())
+        names.append(parent)
+    return names
+
+
+def _root(namespace: Namespace, tenant: TenantKey) -> "hashlib.blake2b":
+    digest = hashlib.blake2b(key=tenant, digest_size=16)
+    digest.update(_field(FORMAT) + _field(namespace))
+    return digest
+
+
+def _block_fields(parent: BlockHash | None, tokens: bytes, extra: bytes) -> bytes:
+    return _field(parent or b"") + _field(tokens) + _field(extra)
+
+
+def _field(value: bytes) -> bytes:
+    return len(value).to_bytes(4, "little") + value
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    tokens = array("I", token_ids)
+    assert tokens.itemsize == 4
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()

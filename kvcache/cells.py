@@ -1,0 +1,31 @@
+"""Digests of KV cells: what a receiver checks before it lets bytes into live blocks.
+
+A cell is (block, layer, KV head, plane) over [tokens, width] in row order. Its digest is xxh3-64 of
+its bytes and nothing else, so every tensor-parallel split of the same cache agrees on the numbers.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+
+def cell_digests(cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The digest of each row of `cells`, [num_cells, cell_bytes]."""
+    num_cells, cell_bytes = cells.shape
+    raw = np.ascontiguousarray(cells).reshape(-1).data
+    return np.fromiter(
+        (xxh3_64_intdigest(raw[i * cell_bytes : (i + 1) * cell_bytes]) for i in range(num_cells)),
+        dtype=np.uint64,
+        count=num_cells,
+    )
+
+
+def first_mismatch(cells: NDArray[np.uint8], digests: NDArray[np.uint64]) -> int | None:
+    """The row of the first cell that is not what its digest says, or None when all are.
+
+    A different number of cells than digests is a mismatch at the shorter length.
+    """
+    differs = np.flatnonzero(cell_digests(cells)[: len(digests)] != digests[: len(cells)])
+    if len(differs):
+        return int(differs[0])
+    return None if len(cells) == len(digests) else min(len(cells), len(digests))

@@ -1,0 +1,176 @@
+"""The KV bytes of one rank: a pool of blocks per layer, read and written by whole cells.
+
+    pool_NPHSD   one layer: N blocks, P planes (K, V), H local KV heads, S slots, D head dim
+
+Cells go out and come in as raw bytes in the canonical order block, KV head, plane; each is
+[S, D] in row order, little-endian. Heads are numbered over the whole model, so no other rank needs
+to know how this one lays out its own.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.copy_blocks import copy_blocks
+from kernels.gather_blocks import gather_cells
+from kernels.scatter_blocks import scatter_cells
+from kvcache.head_map import HeadInterval
+from kvcache.spec import CacheSpec, LayerGroup, LayerKind, ShardAxis
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+}
+
+
+class KvStore:
+    """Holds bytes, not ownership: which block is whose is `BlockPool`'s."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        kv_heads: HeadInterval,
+        num_blocks: int,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        spec.validate()
+        if not 0 <= kv_heads.start < kv_heads.stop <= spec.num_kv_heads:
+            raise ValueError(f"{kv_heads} is not a run of the {spec.num_kv_heads} KV heads")
+        self.spec = spec
+        self.kv_heads = kv_heads
+        self.num_blocks = num_blocks
+        self._layers: dict[int, Tensor] = {}
+        for group in spec.groups:
+            shape = _pool_shape(spec, group, len(kv_heads), num_blocks)
+            for layer in group.layers:
+                self._layers[layer] = torch.empty(shape, dtype=DTYPES[spec.dtype], device=device)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def layer(self, layer: int) -> Tensor:
+        """The live pool_NPHSD of one layer."""
+        return self._layers[layer]
+
+    def gather_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None = None,
+    ) -> NDArray[np.uint8]:
+        """A copy of the cells of `heads` (ascending) in `block_ids`: [num_cells, cell_bytes].
+
+        With `tail_tokens`, only so many slots of the last block have meaning, and the rest of it
+        comes out zero, so that equal tokens give equal digests.
+        """
+        pool_NPHSD = self._layers[layer]
+        block_ids_B = self._ids(block_ids)
+        runs = [gather_cells(pool_NPHSD, block_ids_B, run) for run in self._local_runs(heads)]
+        cells_BHPSD = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
+        if tail_tokens is not None and len(block_ids):
+            cells_BHPSD[-1, :, :, tail_tokens:] = 0
+        cell_bytes = pool_NPHSD[0, 0, 0].nbytes
+        return cells_BHPSD.cpu().view(torch.uint8).numpy().reshape(-1, cell_bytes)
+
+    def scatter_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: bytes | bytearray | memoryview | NDArray[np.uint8],
+    ) -> None:
+        """Write the cells of `heads` (ascending) into `block_ids`, in the order they are gathered.
+
+        Raises ValueError when `cells` is not exactly as many bytes as that.
+        """
+        pool_NPHSD = self._layers[layer]
+        num_planes, _, *slots = pool_NPHSD.shape[1:]
+        shape = (len(block_ids), len(heads), num_planes, *slots)
+        raw = np.frombuffer(cells, dtype=np.uint8)
+        want = int(np.prod(shape)) * pool_NPHSD.element_size()
+        if raw.nbytes != want:
+            raise ValueError(
+                f"{len(block_ids)} blocks of {len(heads)} heads of layer {layer} are {want} bytes, "
+                f"not {raw.nbytes}"
+            )
+        owned = torch.empty(want, dtype=torch.uint8)  # aligned, and torch refuses read-only arrays
+        owned.numpy()[:] = raw
+        cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape).to(pool_NPHSD.device)
+        block_ids_B = self._ids(block_ids)
+        taken = 0
+        for lo, hi in self._local_runs(heads):
+            run_BHPSD = cells_BHPSD[:, taken : taken + hi - lo].contiguous()
+            scatter_cells(run_BHPSD, pool_NPHSD, block_ids_B, lo)
+            taken += hi - lo
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block `src` to block `dst` for each (src, dst), in every layer.
+
+        No block may be written twice, nor written and read: a copy on write never does.
+        """
+        if not pairs:
+            return
+        sources, targets = zip(*pairs, strict=True)
+        assert len(set(targets)) == len(targets), f"a block is written twice: {pairs}"
+        assert set(targets).isdisjoint(sources), f"a block is read and written: {pairs}"
+        src_C, dst_C = self._ids(sources), self._ids(targets)
+        for pool_NPHSD in self._layers.values():
+            copy_blocks(pool_NPHSD, src_C, dst_C)
+
+    def poison(self) -> None:
+        """Fill every slot with what no one may read: NaN, or a telling number where there is none.
+
+        For tests: a stale or foreign slot that takes part in anything is then seen.
+        """
+        for pool_NPHSD in self._layers.values():
+            floating = pool_NPHSD.dtype.is_floating_point
+            pool_NPHSD.fill_(float("nan") if floating else -0x0BADCAFE)
+
+    def _ids(self, block_ids: Sequence[int]) -> Tensor:
+        assert all(0 <= i < self.num_blocks for i in block_ids), (
+            f"a block id outside 0..{self.num_blocks - 1}: {list(block_ids)}"
+        )
+        ids_B = torch.tensor(block_ids, dtype=torch.int64)
+        return ids_B.to(next(iter(self._layers.values())).device)
+
+    def _local_runs(self, heads: Sequence[int]) -> list[tuple[int, int]]:
+        """The runs [lo, hi) of consecutive local heads that make up `heads`."""
+        runs: list[tuple[int, int]] = []
+        for head in heads:
+            if head not in self.kv_heads:
+                raise ValueError(f"KV head {head} is not on this rank, which holds {self.kv_heads}")
+            local = head - self.kv_heads.start
+            if runs and runs[-1][1] == local:
+                runs[-1] = (runs[-1][0], local + 1)
+            else:
+                assert not runs or local > runs[-1][1], f"heads out of order: {list(heads)}"
+                runs.append((local, local + 1))
+        assert runs, "no heads asked for"
+        return runs
+
+
+def _pool_shape(
+    spec: CacheSpec, group: LayerGroup, num_heads: int, num_blocks: int
+) -> tuple[int, int, int, int, int]:
+    """The shape of one layer's pool; raises ValueError for what cannot be executed yet."""
+    if group.kind is not LayerKind.FULL:
+        raise ValueError(
+            f"layers {list(group.layers)} cache as {group.kind.value!r}, "
+            f"which can be planned but not yet run"
+        )
+    widths = {plane.width for plane in group.planes}
+    by_head = all(plane.axis is ShardAxis.KV_HEAD for plane in group.planes)
+    own_dtype = any(plane.dtype not in (None, spec.dtype) for plane in group.planes)
+    if len(widths) != 1 or not by_head or own_dtype or spec.dtype not in DTYPES:
+        raise ValueError(
+            f"layers {list(group.layers)} need planes of one width, by KV head, in one of "
+            f"{', '.join(DTYPES)}, to be run"
+        )
+    return (num_blocks, len(group.planes), num_heads, spec.block_size, widths.pop())

@@ -1,0 +1,202 @@
+"""One rank's slices of a decoder's weights, read straight into the tensors it computes with.
+
+Each tensor is mapped, and only the rows and columns this rank holds are touched: of a quantised
+one, the quantisation blocks that hold them. q, k and v, and gate and up, become one matrix each.
+
+    H local query heads, K local KV heads, D head dim, E hidden size, M this rank's share of the
+    intermediate size, V of the vocabulary, Q = H + 2K; a matrix has its outputs first
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from model.config import DecoderConfig
+from model.rope import inverse_frequencies
+from model.shard import Shard
+from model.stored_tensor import RawBytes, StoredTensor, TensorBytes
+from model.tensor_names import TensorSet
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SAFETENSORS_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+CHUNK_VALUES = 1 << 24  # dequantised at a time: 64 MiB of fp32
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attention_norm_E: Tensor
+    qkv_QDE: Tensor  # as a matrix: [Q * D, E]
+    qkv_bias_QD: Tensor | None
+    qk_norm_HD: Tensor | None  # q's weight for each query head, then k's for each KV head
+    o_EHD: Tensor  # as a matrix: [E, H * D]
+    o_bias_E: Tensor | None
+    mlp_norm_E: Tensor
+    gate_up_ME: Tensor  # [2 * M, E]
+    gate_up_bias_M: Tensor | None
+    down_EM: Tensor
+    down_bias_E: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    embedding_VE: Tensor
+    lm_head_VE: Tensor  # the embedding itself when tied
+    final_norm_E: Tensor
+    layers: tuple[LayerWeights, ...]
+    frequencies_F: Tensor  # of rope, fp32
+
+
+def read_weights(
+    config: DecoderConfig,
+    tensors: TensorSet,
+    shard: Shard,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> DecoderWeights:
+    """Read what `shard` holds. Raises BadModelFile if a file has shrunk since it was opened."""
+    reader = _Reader(config, tensors, shard, device, dtype)
+    embedding_VE = reader.rows(["embedding"], None, [shard.vocabulary])
+    lm_head_VE = embedding_VE
+    if not config.tied_embeddings:
+        lm_head_VE = reader.rows(["lm_head"], None, [shard.vocabulary])
+    rope_freqs_F = None
+    if tensors.rope_freqs is not None:
+        rope_freqs_F = torch.empty(tensors.rope_freqs.shape)
+        reader.fill(rope_freqs_F, tensors.rope_freqs)
+    return DecoderWeights(
+        embedding_VE=embedding_VE,
+        lm_head_VE=lm_head_VE,
+        final_norm_E=reader.whole("final_norm", None),
+        layers=tuple(reader.layer(layer) for layer in range(config.num_layers)),
+        frequencies_F=inverse_frequencies(config, rope_freqs_F).to(device),
+    )
+
+
+class _Reader:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: TensorSet,
+        shard: Shard,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        self._config = config
+        self._tensors = tensors
+        self._shard = shard
+        self._device = device
+        self._dtype = dtype
+        self._bytes = TensorBytes()
+        self._interleaved = tensors.from_gguf and config.architecture == "llama"
+
+    def layer(self, layer: int) -> LayerWeights:
+        config, shard = self._config, self._shard
+        qkv, qkv_rows = ["q", "k", "v"], [shard.query_rows, shard.kv_rows, shard.kv_rows]
+        mlp, mlp_rows = ["gate", "up"], [shard.middle, shard.middle]
+        qkv_bias, mlp_bias = ["q_bias", "k_bias", "v_bias"], ["gate_bias", "up_bias"]
+        return LayerWeights(
+            attention_norm_E=self.whole("attention_norm", layer),
+            qkv_QDE=self.rows(qkv, layer, qkv_rows),
+            qkv_bias_QD=self.rows(qkv_bias, layer, qkv_rows) if config.attention_bias else None,
+            qk_norm_HD=self._qk_norm(layer) if config.qk_norm else None,
+            o_EHD=self._columns("o", layer, shard.query_rows),
+            o_bias_E=self.whole("o_bias", layer) if config.output_bias else None,
+            mlp_norm_E=self.whole("mlp_norm", layer),
+            gate_up_ME=self.rows(mlp, layer, mlp_rows),
+            gate_up_bias_M=self.rows(mlp_bias, layer, mlp_rows) if config.mlp_bias else None,
+            down_EM=self._columns("down", layer, shard.middle),
+            down_bias_E=self.whole("down_bias", layer) if config.mlp_bias else None,
+        )
+
+    def whole(self, role: str, layer: int | None) -> Tensor:
+        stored = self._tensors.of(role, layer)
+        return self.rows([role], layer, [range(stored.shape[0])])
+
+    def rows(self, roles: Sequence[str], layer: int | None, rows: Sequence[range]) -> Tensor:
+        """The given rows of each tensor, one tensor under the other."""
+        first = self._tensors.of(roles[0], layer)
+        out = self._empty(sum(map(len, rows)), *first.shape[1:])
+        start = 0
+        for role, part in zip(roles, rows, strict=True):
+            target = out[start : start + len(part)]
+            self.fill(target, self._tensors.of(role, layer), part)
+            if self._interleaved and role in ("q", "k", "q_bias", "k_bias"):
+                target.copy_(_halves_apart(target, self._config.head_dim))
+            start += len(part)
+        return out
+
+    def fill(
+        self,
+        out: Tensor,
+        stored: StoredTensor,
+        rows: range | None = None,
+        cols: range | None = None,
+    ) -> None:
+        """Copy a slice of `stored` (by default all of it), converted, into `out`."""
+        rows = range(stored.shape[0]) if rows is None else rows
+        cols = range(stored.shape[-1]) if cols is None else cols
+        if len(stored.shape) == 1:  # one row, whose columns are asked for as rows
+            rows, cols, out = range(1), rows, out[None]
+        raw = self._bytes.of(stored)
+        step = max(1, CHUNK_VALUES // stored.shape[-1])
+        for start in range(rows.start, rows.stop, step):
+            part = range(start, min(start + step, rows.stop))
+            read = _gguf_slice if self._tensors.from_gguf else _safetensors_slice
+            values = read(raw, stored, part, cols)
+            out[start - rows.start :][: len(part)].copy_(values)
+
+    def _columns(self, role: str, layer: int, cols: range) -> Tensor:
+        stored = self._tensors.of(role, layer)
+        out = self._empty(stored.shape[0], len(cols))
+        self.fill(out, stored, cols=cols)
+        return out
+
+    def _qk_norm(self, layer: int) -> Tensor:
+        width = self._config.head_dim
+        q_D, k_D = self.whole("q_norm", layer), self.whole("k_norm", layer)
+        num_query, num_kv = (
+            len(self._shard.query_rows) // width,
+            len(self._shard.kv_rows) // width,
+        )
+        return torch.cat([q_D.expand(num_query, -1), k_D.expand(num_kv, -1)])
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def _gguf_slice(raw: RawBytes, stored: StoredTensor, rows: range, cols: range) -> Tensor:
+    """fp32 values; dequantises only the quantisation blocks that hold `cols`."""
+    quantization = GGMLQuantizationType[stored.type]
+    block_values, block_bytes = GGML_QUANT_SIZES[quantization]
+    first, last = cols.start // block_values, -(-cols.stop // block_values)
+    table = raw.reshape(-1, stored.shape[-1] // block_values * block_bytes)
+    part = np.array(table[rows.start : rows.stop, first * block_bytes : last * block_bytes])
+    if stored.type in ("F32", "F16"):
+        values = part.view(np.float32 if stored.type == "F32" else np.float16)
+    else:
+        values = dequantize(part, quantization)
+    skipped = cols.start - first * block_values
+    return torch.from_numpy(values)[:, skipped : skipped + len(cols)]
+
+
+def _safetensors_slice(raw: RawBytes, stored: StoredTensor, rows: range, cols: range) -> Tensor:
+    item = SAFETENSORS_TYPES[stored.type]
+    table = raw.reshape(-1, stored.shape[-1] * item.itemsize)
+    part = table[rows.start : rows.stop, cols.start * item.itemsize : cols.stop * item.itemsize]
+    return torch.from_numpy(np.array(part)).view(item)
+
+
+def _halves_apart(rows: Tensor, head_dim: int) -> Tensor:
+    """Undo GGUF's order of a llama head's rows, which sets the two rows rope turns side by side."""
+    pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)

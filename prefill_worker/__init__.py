@@ -1,0 +1,1 @@
+"""A prompt comes in; its KV blocks and first tokens go out."""

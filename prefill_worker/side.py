@@ -1,0 +1,91 @@
+"""What a prefill worker does on each rank: ship its heads; on rank 0, answer the router."""
+
+from collections.abc import Sequence
+
+import grpc.aio
+
+from prefill_worker.prefilling import Prefilling
+from prefill_worker.ranks import LocalRank, PrefillRankServicer, RemoteRank, ShipsPrompts
+from prefill_worker.sealing import SealingObserver
+from prefill_worker.settings import PrefillSettings
+from prefix_index.index import Role
+from protos import rank_pb2_grpc, worker_pb2, worker_pb2_grpc
+from transport.config import TransportConfig
+from transport.shipper import Shipper
+from worker.refusal import Context
+from worker.role import Front, RankContext, RoleSpec
+from worker.serving import serve_call
+
+
+class PrefillSide:
+    def __init__(self, context: RankContext) -> None:
+        settings, parts = context.settings, context.parts
+        self._identity = context.identity
+        self._shipper = Shipper(
+            context.identity,
+            parts.head_map.kv,
+            parts.store,
+            connectors=context.connectors,
+            manifest_digest=context.manifest.digest(),
+            clock=context.clock,
+            config=TransportConfig(lease_s=settings.transfer_lease_s),
+        )
+        self.observer = SealingObserver(
+            self._shipper,
+            parts.spec.num_layers,
+            parts.spec.block_size,
+            finishes_prompts=context.identity.rank > 0,
+        )
+        self.rank = LocalRank(self._shipper, self.observer)
+
+    @property
+    def open_transfers(self) -> int:
+        return self._shipper.open_shipments
+
+    def serve_ranks(self, server: grpc.aio.Server) -> None:
+        if self._identity.rank > 0:
+            servicer = PrefillRankServicer(self.rank)
+            rank_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
+
+    def serve_router(self, server: grpc.aio.Server, front: Front) -> None:
+        ranks = [self.rank, *(RemoteRank(channel) for channel in front.others)]
+        prefilling = self.prefilling(front, ranks)
+        servicer = _PrefillServicer(prefilling, self._identity.instance, front)
+        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(servicer, server)
+
+    def prefilling(self, front: Front, ranks: Sequence[ShipsPrompts]) -> Prefilling:
+        return Prefilling(
+            front.engine, front.intake, self._identity, self._shipper, ranks, front.cleanups
+        )
+
+    async def start(self) -> None:
+        await self._shipper.__aenter__()
+
+    async def close(self) -> None:
+        await self._shipper.close()
+
+
+class _PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
+    def __init__(self, prefilling: Prefilling, instance: str, front: Front) -> None:
+        self._prefilling = prefilling
+        self._instance = instance
+        self._front = front
+
+    async def Prefill(
+        self,
+        request: worker_pb2.PrefillRequest,
+        context: Context,
+    ) -> None:
+        expected = request.expected_instance
+        await serve_call(
+            context, self._front.doors, expected, self._instance, self._prefilling.run(request)
+        )
+
+
+PREFILL = RoleSpec(
+    role=Role.PREFILL,
+    service="kvferry.v1.PrefillWorker",
+    rank_module="prefill_worker.rank",
+    settings=PrefillSettings,
+    make_side=PrefillSide,
+)

@@ -1,0 +1,1 @@
+"""Who holds which prefix: workers announce their blocks, routers look them up."""

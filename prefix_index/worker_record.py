@@ -1,0 +1,140 @@
+"""What a worker tells the cluster about itself: who it is, what it can serve, how busy it is.
+
+A record is announced as JSON. Unknown fields are ignored, so a newer worker may say more than an
+older router understands; a missing or wrong field makes the record foreign.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from enum import Enum
+from hashlib import blake2b
+from typing import Self
+
+from pydantic import TypeAdapter, ValidationError
+
+MAX_NAME_CHARS = 200
+
+# Everything else in a manifest must be equal for two workers to work together: `wires` needs only
+# one in common, and `model` is a label (the namespace is the identity of what was loaded).
+MAY_DIFFER = frozenset({"model", "wires"})
+
+
+class MalformedRecord(ValueError):
+    """These bytes are not a worker record; the message says where they stop being one."""
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What must agree before KV blocks may pass between two workers."""
+
+    protocol: int
+    model: str
+    namespace: str  # hex
+    block_size: int
+    dtype: str
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    vocab_size: int
+    wires: tuple[str, ...]
+
+    def mismatch(self, other: "Manifest") -> str | None:
+        """Why the two cannot work together, in one sentence; None when they can."""
+        for field in fields(Manifest):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine != theirs and field.name not in MAY_DIFFER:
+                return f"{field.name} differs: {mine} here, {theirs} there"
+        if not set(self.wires) & set(other.wires):
+            return (
+                f"wires differ: {', '.join(self.wires) or 'none'} here, "
+                f"{', '.join(other.wires) or 'none'} there, none shared"
+            )
+        return None
+
+    def digest(self) -> bytes:
+        """16 bytes over the fields that must be equal: equal exactly when those fields are."""
+        must_equal = {key: value for key, value in asdict(self).items() if key not in MAY_DIFFER}
+        text = json.dumps(must_equal, sort_keys=True, separators=(",", ":"))
+        return blake2b(text.encode(), digest_size=16, person=b"kvferry-manifest").digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a worker is, as of its last heartbeat."""
+
+    running: int
+    waiting: int
+    queued_tokens: int
+    free_blocks: int
+    total_blocks: int
+    prefill_ms_per_token: float
+    decode_step_ms: float
+    draining: bool
+
+    def to_json(self) -> bytes:
+        return _LOAD.dump_json(self)
+
+    @staticmethod
+    def from_json(text: bytes | str) -> "Load":
+        """Raises MalformedRecord."""
+        try:
+            return _LOAD.validate_json(text)
+        except ValidationError as error:
+            raise MalformedRecord(_first_complaint(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One life of one worker. `instance` is random for each process life, `epoch` grows with them.
+
+    `kv_intervals` are the global KV heads [start, stop) of each rank, in step with
+    `rank_addresses`.
+    """
+
+    name: str
+    role: Role
+    instance: str
+    epoch: int
+    address: str
+    system_address: str
+    rank_addresses: tuple[str, ...]
+    kv_intervals: tuple[tuple[int, int], ...]
+    manifest: Manifest
+    load: Load
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= MAX_NAME_CHARS:
+            raise ValueError(f"a worker's name has 1 to {MAX_NAME_CHARS} characters: {self.name!r}")
+        if self.epoch < 0:
+            raise ValueError(f"worker {self.name}: epoch {self.epoch} is negative")
+
+    def with_load(self, load: Load) -> Self:
+        return replace(self, load=load)
+
+    def to_json(self) -> bytes:
+        return _RECORD.dump_json(self)
+
+    @staticmethod
+    def from_json(text: bytes | str) -> "WorkerRecord":
+        """Raises MalformedRecord."""
+        try:
+            return _RECORD.validate_json(text)
+        except ValidationError as error:
+            raise MalformedRecord(_first_complaint(error)) from None
+
+
+def _first_complaint(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"])) or "record"
+    return f"{place}: {first['msg']}"
+
+
+_LOAD = TypeAdapter(Load)
+_RECORD = TypeAdapter(WorkerRecord)

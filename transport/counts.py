@@ -1,0 +1,20 @@
+"""What a transport has seen since it started, for metrics and for tests."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    completed: int = 0
+    failed: int = 0
+    expired: int = 0  # of them, because the other end fell silent
+    chunks: int = 0
+    bytes: int = 0
+    resent_chunks: int = 0
+    damaged_chunks: int = 0
+    duplicate_chunks: int = 0
+    bad_chunks: int = 0
+    stale_frames: int = 0  # of another epoch or attempt, or of a transfer nobody knows
+    late_frames: int = 0  # of a transfer that has ended
+    links_lost: int = 0
+    links_refused: int = 0

@@ -1,0 +1,100 @@
+"""From live blocks to the wire: the one place where the cache is read for sending."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.cells import cell_digests
+from kvcache.spec import CacheSpec
+from protos.transfer_pb2 import Chunk, Frame, Open, SealAll
+from transport.orders import FirstToken, ShipmentOrder, ShipmentReport
+from transport.outgoing import Outgoing, Part
+from transport.port import Port
+from transport.shipment import Shape
+
+
+class CellSource(Protocol):
+    """Where cells come from: `kvcache.kv_store.KvStore`."""
+
+    @property
+    def spec(self) -> CacheSpec: ...
+
+    def gather_cells(
+        self, layer: int, block_ids: Sequence[int], heads: Sequence[int], tail_tokens: int | None
+    ) -> NDArray[np.uint8]: ...
+
+
+@dataclass(slots=True)
+class Departure:
+    """One transfer on its way out: what is known of it, and what runs for it."""
+
+    order: ShipmentOrder
+    shape: Shape
+    outgoing: Outgoing
+    result: asyncio.Future[ShipmentReport]
+    renew_at: float
+    first_tokens: tuple[FirstToken, ...] = ()
+    began_at: float | None = None  # when its first chunk left
+    ports: dict[int, Port] = field(default_factory=dict)  # by decode rank, once dialled
+    stirred: dict[int, asyncio.Event] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    gathers: set[asyncio.Future[tuple[Frame, memoryview] | None]] = field(default_factory=set)
+    ending: bool = False
+    drains: list[Port] = field(default_factory=list)  # that wait to hear of the drain
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def open_frame(self, rank: int) -> Frame:
+        pair = self.outgoing.pairs[rank]
+        return Frame(
+            key=self.order.key.to_proto(),
+            open=Open(
+                num_tokens=self.order.num_tokens,
+                num_layers=self.shape.num_layers,
+                heads=pair.heads,
+            ),
+        )
+
+    def seal_frame(self, rank: int, own_rank: int) -> Frame:
+        """SealAll for `rank`; between the ranks 0 it carries what decode goes on from."""
+        tokens = self.first_tokens if rank == own_rank == 0 else ()
+        seal = SealAll(num_chunks=self.outgoing.pairs[rank].num_chunks, first_tokens=tokens)
+        return Frame(key=self.order.key.to_proto(), seal_all=seal)
+
+    def name_of(self, rank: int) -> str:
+        target = self.order.target
+        return f"{target.worker} rank {rank} at {target.rank_addresses[rank]}"
+
+    def report(self, now: float) -> ShipmentReport:
+        pairs = self.outgoing.pairs.values()
+        return ShipmentReport(
+            chunks=sum(pair.num_chunks for pair in pairs),
+            bytes=sum(pair.bytes_sent for pair in pairs),
+            transfer_ms=0.0 if self.began_at is None else (now - self.began_at) * 1000,
+        )
+
+
+def gather(
+    source: CellSource, departure: Departure, heads: Sequence[int], part: Part
+) -> tuple[Frame, memoryview] | None:
+    """In a copying thread: a chunk's frame and payload, or None when it is no longer wanted.
+
+    A transfer given up meanwhile is not read from: its end waits for this call to return.
+    """
+    if departure.outgoing.over:
+        return None
+    run = part.run
+    cells = source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens)
+    chunk = Chunk(
+        seq=part.seq,
+        layer=run.layer,
+        first_block=run.first_block,
+        num_blocks=len(run.block_ids),
+        payload_bytes=cells.nbytes,
+        digests=cell_digests(cells).astype("<u8").tobytes(),
+    )
+    payload = np.ascontiguousarray(cells).reshape(-1).data
+    return Frame(key=departure.order.key.to_proto(), chunk=chunk), payload

@@ -1,0 +1,143 @@
+"""The gRPC wire: frames and payloads ride one bidirectional stream.
+
+It also carries the frames of wires whose payloads go elsewhere.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import grpc
+import grpc.aio
+
+from protos.transfer_pb2 import Frame, Hello, Welcome
+from protos.transfer_pb2_grpc import TransferStub
+from transport.grpc_options import channel_options
+from transport.link import Ending, LinkClosed, LinkRefused
+
+HANGUP_S = 1.0  # for the other end to read what was sent before we hang up
+
+_STREAM_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
+
+Call = grpc.aio.StreamStreamCall[Frame, Frame]
+Read = Callable[[], Awaitable[object]]
+Write = Callable[[Frame], Awaitable[None]]
+
+
+class GrpcLink:
+    """One end of a stream, from its first frame; `hello` and `welcome` are set once exchanged."""
+
+    def __init__(self, read: Read, write: Write, hello: Hello) -> None:
+        self.hello = hello
+        self.welcome = Welcome()
+        self.hung_up = False  # by the other end, in good order
+        self._read = read
+        self._write = write
+        self._writing = asyncio.Lock()
+        self.end = Ending()
+
+    async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
+        self.end.check()
+        if payload is not None:
+            frame.chunk.payload = payload.tobytes()
+        await self.end.unless(self._write_alone(frame), abandon=True)
+
+    async def recv(self) -> tuple[Frame, memoryview | None]:
+        try:
+            frame = await self.end.unless(self._read())
+        except _STREAM_ERRORS as error:
+            self.end.come(_reason(error))
+            if isinstance(error, grpc.RpcError) and _refuses(error):
+                raise LinkRefused(_reason(error)) from error
+            raise LinkClosed(_reason(error)) from error
+        if not isinstance(frame, Frame):  # gRPC's EOF
+            self.hung_up = True
+            self.end.come("the other end hung up")
+            raise LinkClosed("the other end hung up")
+        payload = memoryview(frame.chunk.payload) if frame.HasField("chunk") else None
+        return frame, payload
+
+    async def close(self, reason: str) -> None:
+        self.end.come(reason)
+
+    async def _write_alone(self, frame: Frame) -> None:
+        async with self._writing:  # a stream takes one message at a time
+            self.end.check()
+            try:
+                await self._write(frame)
+            except _STREAM_ERRORS as error:
+                raise LinkClosed(_reason(error)) from error
+
+
+class GrpcClientLink(GrpcLink):
+    """The prefill end, which owns the call and its channel."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: Call, hello: Hello) -> None:
+        super().__init__(call.read, call.write, hello)
+        self._channel = channel
+        self._call = call
+
+    async def close(self, reason: str) -> None:
+        """Hang up once the other end has read what was sent, or after a moment."""
+        if not self.end.reason:
+            with contextlib.suppress(TimeoutError, *_STREAM_ERRORS):
+                async with asyncio.timeout(HANGUP_S):
+                    await self._call.done_writing()
+                    await self.end.wait()
+        self.end.come(reason)
+        self._call.cancel()
+        await self._channel.close(None)
+
+
+class GrpcConnector:
+    """Dials a decode rank's Transfer service."""
+
+    def __init__(
+        self,
+        open_channel: Callable[[str], grpc.aio.Channel] | None = None,
+        wire: str = "grpc",
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._open_channel = open_channel or _open_channel
+        self._wire = wire
+        self._timeout_s = timeout_s
+
+    async def connect(self, address: str, hello: Hello) -> GrpcClientLink:
+        greeting = Hello()
+        greeting.CopyFrom(hello)
+        greeting.wire = greeting.wire or self._wire
+        channel = self._open_channel(address)
+        call = cast(Call, TransferStub(channel).Link())
+        link = GrpcClientLink(channel, call, greeting)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await link.send(Frame(hello=greeting))
+                answer, _ = await link.recv()
+            if not answer.HasField("welcome"):
+                raise LinkClosed(f"answered with {answer.WhichOneof('body')} instead of a welcome")
+        except TimeoutError:
+            await link.close("no welcome")
+            raise LinkClosed(f"no welcome within {self._timeout_s:g} s") from None
+        except BaseException:
+            link.end.come("not welcomed")
+            await link.close("not welcomed")
+            raise
+        link.welcome = answer.welcome
+        return link
+
+
+def _open_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+def _refuses(error: grpc.RpcError) -> bool:
+    return isinstance(error, grpc.aio.AioRpcError) and (
+        error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or error.code().name
+    return str(error) or type(error).__name__

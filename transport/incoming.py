@@ -1,0 +1,273 @@
+"""What one decode rank still lacks of one transfer: pure, no clock, no wire, no bytes.
+
+Chunks are placed by layer, block and head, so they may come in any order and more than once. A cell
+is claimed when a chunk that holds it is taken for verification, and counts when it is scattered;
+no cell is claimed twice, so every cell is written exactly once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from protos.transfer_pb2 import Chunk, Open
+from transport.orders import Code, FirstToken, TransferFailed
+from transport.shipment import RECEIVING, Receiving, Shape, moved
+
+
+class Verdict(Enum):
+    TAKE = "take"  # stage, verify, scatter; then `landed` or `damaged`
+    KNOWN = "known"  # has landed before: acknowledge it again
+    BUSY = "busy"  # being verified: its acknowledgement will come
+    BAD = "bad"  # none of the cells that are still to come: drop it, and report it `damaged`
+    STRAY = "stray"  # at the wrong time: drop it
+
+
+@dataclass(slots=True)
+class IncomingPair:
+    """The share of one prefill rank."""
+
+    heads: tuple[int, ...]
+    columns: slice  # of these heads in the bitmap
+    opened: bool = False
+    heard_at: float = 0.0
+    num_chunks: int | None = None  # once sealed
+    gone: str = ""  # why it cannot be asked for anything any more
+    landed: set[int] = field(default_factory=set)
+    busy: set[int] = field(default_factory=set)
+    asked_again: set[int] = field(default_factory=set)
+    damages: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def arrived(self) -> bool:
+        """All has come; some of it may still be verified."""
+        return self.num_chunks == len(self.landed) + len(self.busy)
+
+    @property
+    def whole(self) -> bool:
+        return self.num_chunks == len(self.landed)
+
+
+class Incoming:
+    """One transfer on one decode rank, with a pair for each prefill rank that feeds it."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        num_tokens: int,
+        first_block: int,
+        sources: Mapping[int, tuple[int, ...]],
+        max_resends: int,
+    ) -> None:
+        self.shape = shape
+        self.num_tokens = num_tokens
+        self.first_block = first_block
+        self.state = Receiving.RESERVED
+        self.failure: TransferFailed | None = None
+        self.first_tokens: tuple[FirstToken, ...] = ()
+        self.bytes_landed = 0
+        self._max_resends = max_resends
+        self._heads = [head for _, heads in sorted(sources.items()) for head in heads]
+        self.pairs: dict[int, IncomingPair] = {}
+        column = 0
+        for rank, heads in sorted(sources.items()):
+            self.pairs[rank] = IncomingPair(heads, slice(column, column + len(heads)))
+            column += len(heads)
+        num_blocks = shape.num_blocks - first_block
+        self._claimed_LBH = np.zeros((shape.num_layers, num_blocks, column), dtype=np.bool_)
+        self._num_missing = self._claimed_LBH.size
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(len(pair.landed) for pair in self.pairs.values())
+
+    @property
+    def over(self) -> bool:
+        """Nothing will be taken any more."""
+        return self.failure is not None or self.state is Receiving.COMMITTED
+
+    @property
+    def whole(self) -> bool:
+        return self.state in (Receiving.WHOLE, Receiving.COMMITTED)
+
+    def open(self, rank: int, open_: Open) -> bool:
+        """A prefill rank calls. Returns whether it is to be given credit, now or again.
+
+        Raises TransferFailed when it means another transfer than we do.
+        """
+        pair = self.pairs.get(rank)
+        if self.over or self.whole:
+            return False
+        ours = (self.num_tokens, self.shape.num_layers, pair.heads if pair else None)
+        theirs = (open_.num_tokens, open_.num_layers, tuple(open_.heads))
+        if pair is None or ours != theirs:
+            raise TransferFailed(
+                Code.FAILED_PRECONDITION,
+                f"prefill rank {rank} offers (tokens, layers, heads) {theirs}, we expect {ours}",
+            )
+        pair.opened = True
+        if self.state is Receiving.RESERVED:
+            self._move(Receiving.OPEN)
+        return True
+
+    def offer(self, rank: int, chunk: Chunk) -> Verdict:
+        """Whether to take a chunk; TAKE claims its cells."""
+        pair = self.pairs[rank]
+        if chunk.seq in pair.landed:
+            return Verdict.KNOWN
+        if chunk.seq in pair.busy:
+            return Verdict.BUSY
+        late = pair.num_chunks is not None and chunk.seq >= pair.num_chunks
+        if self.over or not pair.opened or late:
+            return Verdict.STRAY
+        first = chunk.first_block - self.first_block
+        last = first + chunk.num_blocks
+        _, num_blocks, _ = self._claimed_LBH.shape
+        if chunk.layer >= self.shape.num_layers or not 0 <= first < last <= num_blocks:
+            return Verdict.BAD
+        cells = self._claimed_LBH[chunk.layer, first:last, pair.columns]
+        if not cells.size or cells.any():
+            return Verdict.BAD
+        cells[...] = True
+        pair.busy.add(chunk.seq)
+        if self.state is Receiving.OPEN:
+            self._move(Receiving.RECEIVING)
+        return Verdict.TAKE
+
+    def landed(self, rank: int, chunk: Chunk) -> None:
+        """A taken chunk is verified and in its blocks."""
+        pair = self.pairs[rank]
+        pair.busy.remove(chunk.seq)
+        pair.landed.add(chunk.seq)
+        pair.asked_again.discard(chunk.seq)
+        self._num_missing -= chunk.num_blocks * len(pair.heads)
+        self.bytes_landed += chunk.payload_bytes
+        self._advance()
+
+    def damaged(self, rank: int, chunk: Chunk, reason: str) -> bool:
+        """A chunk is bad, or not what its digests say. Returns whether to ask for it again.
+
+        Too often, or with nobody left to ask, and the transfer fails.
+        """
+        pair = self.pairs[rank]
+        if chunk.seq in pair.busy:
+            pair.busy.remove(chunk.seq)
+            first = chunk.first_block - self.first_block
+            self._claimed_LBH[chunk.layer, first : first + chunk.num_blocks, pair.columns] = False
+        if self.over:
+            return False
+        if pair.gone:
+            self.fail(Code.UNAVAILABLE, f"{reason}; cannot ask again: {pair.gone}")
+            return False
+        times = pair.damages[chunk.seq] = pair.damages.get(chunk.seq, 0) + 1
+        if times > self._max_resends:
+            self.fail(Code.DATA_LOSS, f"{reason}, {times} times in a row")
+            return False
+        pair.asked_again.add(chunk.seq)
+        self._advance()
+        return True
+
+    def seal(
+        self, rank: int, num_chunks: int, first_tokens: tuple[FirstToken, ...] = ()
+    ) -> list[int]:
+        """A prefill rank says it has sent all. Returns the chunks that never came, to ask for."""
+        pair = self.pairs[rank]
+        if self.over or not pair.opened or self.whole:
+            return []
+        if pair.num_chunks is None:
+            if num_chunks > self._claimed_LBH.size or max(pair.landed, default=-1) >= num_chunks:
+                self.fail(
+                    Code.DATA_LOSS,
+                    f"prefill rank {rank} sealed {num_chunks} chunks after {len(pair.landed)} "
+                    f"of at most {self._claimed_LBH.size}",
+                )
+                return []
+            pair.num_chunks = num_chunks
+            self.first_tokens += first_tokens
+        lost = set(range(pair.num_chunks)) - pair.landed - pair.busy - pair.asked_again
+        pair.asked_again |= lost
+        self._advance()
+        return sorted(lost)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """The link to a prefill rank is gone: fails the transfer unless all of it has come."""
+        pair = self.pairs[rank]
+        pair.gone = reason
+        if not pair.arrived and not self.whole:
+            self.fail(Code.UNAVAILABLE, f"{reason}, before {self.where(rank)}")
+
+    def commit(self) -> None:
+        """Every rank of the group is whole. Raises TransferFailed when this one is not."""
+        if self.failure is not None:
+            raise self.failure
+        if self.state is not Receiving.WHOLE:
+            raise TransferFailed(
+                Code.FAILED_PRECONDITION,
+                f"cannot commit in state {self.state.value}: {self.where()} is missing",
+            )
+        self._move(Receiving.COMMITTED)
+
+    def fail(self, code: Code, reason: str) -> bool:
+        """Give up; the first reason stands. Returns whether this was it."""
+        if self.over:
+            return False
+        self.failure = TransferFailed(code, reason)
+        self._move(Receiving.ABORTING)
+        return True
+
+    def settle(self, num_scattering: int) -> None:
+        """After a failure: free the blocks, unless a scatter still writes to them."""
+        if self.failure is None or self.state is Receiving.FREED:
+            return
+        if not num_scattering:
+            self._move(Receiving.FREED)
+        elif self.state is Receiving.ABORTING:
+            self._move(Receiving.QUARANTINE)
+
+    def where(self, rank: int | None = None) -> str:
+        """The first cell that nobody has sent yet, for error messages."""
+        columns = self.pairs[rank].columns if rank is not None else slice(None)
+        missing = np.argwhere(~self._claimed_LBH[:, :, columns])
+        if not len(missing):
+            return "the end"
+        layer, block, column = (int(i) for i in missing[0])
+        head = self._heads[column + (columns.start or 0)]
+        return f"layer {layer}, block {block + self.first_block}, head {head}"
+
+    def check(self) -> None:
+        """Raise unless the bitmap, the counts and the state tell the same story."""
+        busy = any(pair.busy for pair in self.pairs.values())
+        free = int((~self._claimed_LBH).sum())
+        assert free <= self._num_missing, f"{free} cells free, {self._num_missing} missing"
+        assert busy or free == self._num_missing, f"{self._num_missing - free} cells lost"
+        assert not (self.whole and self._num_missing), f"whole without {self._num_missing} cells"
+        for pair in self.pairs.values():
+            assert not pair.landed & pair.busy
+            assert not pair.landed & pair.asked_again
+
+    def _advance(self) -> None:
+        if self.over or self.whole or self.state is Receiving.RESERVED:
+            return
+        pairs = self.pairs.values()
+        if any(pair.asked_again for pair in pairs):
+            if self.state in (Receiving.RECEIVING, Receiving.VERIFYING):
+                self._move(Receiving.REPAIRING)
+            return
+        if all(pair.num_chunks is not None for pair in pairs):
+            if self.state is not Receiving.VERIFYING:
+                self._move(Receiving.VERIFYING)
+            self._finish()
+        elif self.state is Receiving.REPAIRING:
+            self._move(Receiving.RECEIVING)
+
+    def _finish(self) -> None:
+        if not all(pair.whole for pair in self.pairs.values()):
+            return
+        if self._num_missing:
+            self.fail(Code.DATA_LOSS, f"everything arrived, but {self.where()} was in no chunk")
+        else:
+            self._move(Receiving.WHOLE)
+
+    def _move(self, state: Receiving) -> None:
+        self.state = moved(RECEIVING, self.state, state)

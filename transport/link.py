@@ -1,0 +1,118 @@
+"""The seam between a shipment and the wire it rides: ordered frames, some with a payload.
+
+A link joins one prefill rank to one decode rank for as long as both live, and every shipment of
+that pair shares it. What a wire promises:
+
+    order      frames of one direction arrive in the order in which `send` was called, payload
+               and frame together
+    payload    goes with a Chunk, from prefill to decode only; `send` may return before the other
+               end has it, so its bytes must not change afterwards
+    an end     once either side closes or dies, `send` and `recv` raise LinkClosed on both, and
+               nothing of this link blocks or breaks any other
+    callers    any number of tasks may `send`, one at a time may `recv`; no call blocks the loop
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, Protocol, TypeVar
+
+from protos.transfer_pb2 import Frame, Hello, Welcome
+
+PROTOCOL = 1
+
+T = TypeVar("T")
+
+
+class LinkClosed(Exception):
+    """The link is gone; the message says why, as far as this end knows."""
+
+
+class LinkRefused(LinkClosed):
+    """The other end answered, and will not work with us."""
+
+
+class Link(Protocol):
+    @property
+    def hello(self) -> Hello: ...
+
+    @property
+    def welcome(self) -> Welcome: ...
+
+    async def send(self, frame: Frame, payload: memoryview | None = None) -> None: ...
+
+    async def recv(self) -> tuple[Frame, memoryview | None]: ...
+
+    async def close(self, reason: str) -> None:
+        """End the link at both ends. Frames already sent may still arrive."""
+
+
+class Connector(Protocol):
+    """The prefill side of a wire."""
+
+    async def connect(self, address: str, hello: Hello) -> Link:
+        """Dial, say hello, be welcomed. Raises LinkRefused or LinkClosed, within a deadline."""
+
+
+class Acceptor(Protocol):
+    """The decode side of a wire: what turns a welcomed control stream into a link."""
+
+    async def accept(self, control: Link) -> Link: ...
+
+
+class Listener(Protocol):
+    """Who takes calls on the decode side: `transport.receiver.Receiver`."""
+
+    def answer(self, hello: Hello) -> Welcome:
+        """Raises LinkRefused."""
+
+    async def serve(self, link: Link) -> None:
+        """Returns when the link is closed."""
+
+
+class Ending:
+    """The end of a link: comes once, with a reason, and wakes whatever waits on the link."""
+
+    def __init__(self) -> None:
+        self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def reason(self) -> str | None:
+        return self._reason.result() if self._reason.done() else None
+
+    def come(self, reason: str) -> None:
+        if not self._reason.done():
+            self._reason.set_result(reason)
+
+    def check(self) -> None:
+        if self._reason.done():
+            raise LinkClosed(self._reason.result())
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._reason)
+
+    async def unless(self, what: Awaitable[T], *, abandon: bool = False) -> T:
+        """The result of `what`, or LinkClosed if the end comes first.
+
+        When the caller is cancelled or the end comes, `what` is cancelled, too; with `abandon` it
+        is left to itself, for a stream that does not survive a cancelled write.
+        """
+        task = asyncio.ensure_future(what)
+        either: set[asyncio.Future[Any]] = {task, self._reason}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled():
+                return task.result()
+            raise LinkClosed(self.reason or "the stream was cancelled")
+        finally:
+            if not task.done():
+                if abandon:
+                    task.add_done_callback(_forget)
+                else:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+
+
+def _forget(task: "asyncio.Future[T]") -> None:
+    """Take note of how an abandoned task ended, so that asyncio does not complain about it."""
+    if not task.cancelled():
+        task.exception()

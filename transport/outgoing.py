@@ -1,0 +1,283 @@
+"""What one prefill rank still owes to the decode ranks of one transfer: pure, no clock, no wire.
+
+Sealed runs of blocks wait as ids, not bytes, until credit allows the next chunk; runs of one layer
+that follow each other are joined meanwhile. A chunk stays in flight until it is acknowledged, and
+is cut and numbered once: sent again, it is the same chunk.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transport.orders import Code, TransferFailed
+from transport.shipment import SENDING, Sending, Shape, moved
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks of a prompt in one layer, whose KV is complete."""
+
+    layer: int
+    first_block: int
+    block_ids: tuple[int, ...]
+    tail_tokens: int | None = None  # that the last block holds, when it is not full
+
+    def __str__(self) -> str:
+        last = self.first_block + len(self.block_ids) - 1
+        blocks = (
+            f"block {last}" if last == self.first_block else f"blocks {self.first_block}-{last}"
+        )
+        return f"layer {self.layer}, {blocks}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One chunk to gather and send."""
+
+    seq: int
+    run: Run
+
+
+@dataclass(slots=True)
+class _Flight:
+    part: Part
+    num_bytes: int
+    sent_at: float | None = None
+    resends: int = 0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    layer: int
+    first_block: int
+    block_ids: deque[int]
+    tail_tokens: int | None
+
+    def take(self, count: int) -> Run:
+        ids = tuple(self.block_ids.popleft() for _ in range(count))
+        run = Run(self.layer, self.first_block, ids, None if self.block_ids else self.tail_tokens)
+        self.first_block += count
+        return run
+
+
+@dataclass(slots=True)
+class OutgoingPair:
+    """The share of one decode rank."""
+
+    heads: tuple[int, ...]
+    shape: Shape
+    chunk_bytes: int
+    max_resends: int
+    heard_at: float = 0.0
+    first_block: int | None = None  # once credit is given
+    committed: bool = False
+    seal_sent: bool = False
+    num_chunks: int = 0
+    bytes_sent: int = 0
+    unacked_bytes: int = 0
+    _window_bytes: int = 0
+    _waiting: deque[_Waiting] = field(default_factory=deque)
+    _last_of: dict[int, _Waiting] = field(default_factory=dict)  # by layer
+    _again: deque[int] = field(default_factory=deque)
+    _flights: dict[int, _Flight] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> bool:
+        """Everything sealed so far is sent and acknowledged."""
+        return not self._flights and not self._has_waiting()
+
+    @property
+    def all_sent(self) -> bool:
+        """Everything sealed so far is on the wire."""
+        sent = all(flight.sent_at is not None for flight in self._flights.values())
+        return sent and not self._again and not self._has_waiting()
+
+    def grant(self, first_block: int, window_bytes: int) -> bool:
+        """Take credit; the first one counts. Returns whether this was it."""
+        if self.first_block is not None:
+            return False
+        self.first_block, self._window_bytes = first_block, window_bytes
+        return True
+
+    def seal(self, run: Run) -> None:
+        if not self.heads or not run.block_ids:
+            return
+        last = self._last_of.get(run.layer)
+        if (
+            last is not None
+            and last.block_ids
+            and last.tail_tokens is None
+            and last.first_block + len(last.block_ids) == run.first_block
+        ):
+            last.block_ids.extend(run.block_ids)
+            last.tail_tokens = run.tail_tokens
+            return
+        waiting = _Waiting(run.layer, run.first_block, deque(run.block_ids), run.tail_tokens)
+        self._waiting.append(waiting)
+        self._last_of[run.layer] = waiting
+
+    def take(self) -> Part | None:
+        """The next chunk that credit allows, now in flight; None when there is none."""
+        if self._again:
+            return self._flights[self._again.popleft()].part
+        if self.first_block is None or not self._has_waiting():
+            return None
+        waiting = self._waiting[0]
+        block_bytes = self.shape.layers[waiting.layer].block_bytes(len(self.heads))
+        count = min(len(waiting.block_ids), max(1, self.chunk_bytes // block_bytes))
+        num_bytes = count * block_bytes
+        if self.unacked_bytes and self.unacked_bytes + num_bytes > self._window_bytes:
+            return None
+        part = Part(self.num_chunks, waiting.take(count))
+        self.num_chunks += 1
+        self.unacked_bytes += num_bytes
+        self.bytes_sent += num_bytes
+        self._flights[part.seq] = _Flight(part, num_bytes)
+        return part
+
+    def sent(self, seq: int, now: float) -> None:
+        if seq in self._flights:
+            self._flights[seq].sent_at = now
+
+    def acked(self, seq: int) -> bool:
+        """Returns whether the chunk was still in flight."""
+        flight = self._flights.pop(seq, None)
+        if flight is None:
+            return False
+        self.unacked_bytes -= flight.num_bytes
+        if seq in self._again:
+            self._again.remove(seq)
+        return True
+
+    def nacked(self, seq: int) -> bool:
+        """Queue the chunk again. Returns whether it was in flight and not queued already.
+
+        Raises TransferFailed when it has come back too often.
+        """
+        flight = self._flights.get(seq)
+        if flight is None or flight.sent_at is None or seq in self._again:
+            return False
+        flight.resends += 1
+        if flight.resends > self.max_resends:
+            raise TransferFailed(
+                Code.DATA_LOSS,
+                f"{flight.part.run}: damaged or lost {flight.resends} times in a row",
+            )
+        self._requeue(flight)
+        return True
+
+    def probe(self, sent_before: float) -> bool:
+        """Queue the oldest chunk again if it has been without an answer for so long."""
+        flight = next(iter(self._flights.values()), None)
+        if flight is None or flight.sent_at is None or flight.sent_at > sent_before or self._again:
+            return False
+        self._requeue(flight)
+        return True
+
+    def where(self) -> str:
+        """The first cells that are not known to have arrived, for error messages."""
+        if self._flights:
+            return str(next(iter(self._flights.values())).part.run)
+        if self._has_waiting():
+            first = self._waiting[0]
+            return str(Run(first.layer, first.first_block, (first.block_ids[0],)))
+        return "after the last sealed block" if self.num_chunks else "before layer 0, block 0"
+
+    def check(self) -> None:
+        total = sum(flight.num_bytes for flight in self._flights.values())
+        assert total == self.unacked_bytes, f"{total} bytes in flight, {self.unacked_bytes} counted"
+        assert set(self._again) <= self._flights.keys()
+
+    def _requeue(self, flight: _Flight) -> None:
+        flight.sent_at = None
+        self._again.append(flight.part.seq)
+
+    def _has_waiting(self) -> bool:
+        """Whether a block waits that decode lacks; runs that it holds already are let go."""
+        resident = self.first_block or 0
+        while self._waiting:
+            first = self._waiting[0]
+            held = min(len(first.block_ids), max(0, resident - first.first_block))
+            if held:
+                first.take(held)
+            if first.block_ids:
+                return True
+            self._waiting.popleft()
+        return False
+
+
+class Outgoing:
+    """One transfer on one prefill rank, with a pair for each decode rank it feeds."""
+
+    def __init__(self, pairs: Mapping[int, OutgoingPair]) -> None:
+        self.pairs = dict(pairs)
+        self.state = Sending.NEW
+        self.finished = False
+        self.failure: TransferFailed | None = None
+
+    @property
+    def over(self) -> bool:
+        """Nothing will be sent any more."""
+        return self.failure is not None or self.state is Sending.RELEASED
+
+    def seal(self, run: Run) -> None:
+        assert not self.finished, f"{run} sealed after the last"
+        for pair in self.pairs.values():
+            pair.seal(run)
+
+    def finish(self) -> None:
+        """The engine seals no more."""
+        self.finished = True
+        self.advance()
+
+    def seal_due(self, rank: int) -> bool:
+        """Whether SealAll is to be sent to `rank` now."""
+        pair = self.pairs[rank]
+        due = self.finished and not pair.seal_sent and pair.first_block is not None
+        return due and pair.all_sent and not self.over
+
+    def advance(self) -> None:
+        """Move on as far as what has happened allows."""
+        if self.over:
+            return
+        pairs = self.pairs.values()
+        if not pairs:
+            self._move(Sending.RELEASED)
+            return
+        if self.state is Sending.NEW and any(pair.first_block is not None for pair in pairs):
+            self._move(Sending.ADMITTED)
+        if self.state is Sending.ADMITTED and any(pair.num_chunks for pair in pairs):
+            self._move(Sending.STREAMING)
+        if self.state in (Sending.ADMITTED, Sending.STREAMING) and self.finished:
+            self._move(Sending.SEALED)
+        committed = all(pair.committed for pair in pairs)
+        done = all(pair.seal_sent and (pair.idle or pair.committed) for pair in pairs)
+        if self.state is Sending.SEALED and done:
+            self._move(Sending.AWAIT_COMMIT)
+        if self.state is Sending.AWAIT_COMMIT and committed:
+            self._move(Sending.RELEASED)
+
+    def commit(self, rank: int) -> bool:
+        """Decode holds every cell of this pair. Returns whether that was news, and possible."""
+        pair = self.pairs[rank]
+        if self.over or pair.committed or not pair.seal_sent:
+            return False
+        pair.committed = True
+        self.advance()
+        return True
+
+    def fail(self, code: Code, reason: str, *, expired: bool = False) -> bool:
+        """Give up; the first reason stands. Returns whether this was it."""
+        if self.over:
+            return False
+        self.failure = TransferFailed(code, reason)
+        self._move(Sending.EXPIRED if expired else Sending.ABORTING)
+        return True
+
+    def drained(self) -> None:
+        """Nothing reads the blocks any more."""
+        if self.failure is not None and self.state is not Sending.DRAINED:
+            self._move(Sending.DRAINED)
+
+    def _move(self, state: Sending) -> None:
+        self.state = moved(SENDING, self.state, state)

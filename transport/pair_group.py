@@ -1,0 +1,149 @@
+"""A torch.distributed group of two: one prefill rank (0) and one decode rank (1), and nobody else.
+
+The members meet in a store of the prefill rank's, which listens where we tell it to, under a name
+used once. No global group exists and no other pair takes part, so when one end dies, the other's
+calls fail, and that is all. Messages go from rank 0 to rank 1 and arrive in order.
+
+Calls into a group may block. They run on two threads of the pair: one posts, in order, and one
+waits, in the same order, so that several messages are under way at once.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed
+
+c10d: Any = torch.distributed  # whose stubs leave out half of what is used here
+
+PREFILL, DECODE = 0, 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where and under which name two members meet."""
+
+    host: str
+    port: int
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From host:port/name. Raises ValueError."""
+        address, _, name = text.partition("/")
+        host, _, port = address.rpartition(":")
+        if not host or not name or not port.isdecimal():
+            raise ValueError(f"{text!r} is not host:port/name")
+        return cls(host, int(port), name)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}/{self.name}"
+
+
+class PairStore:
+    """The store of one prefill rank, in which its pairs meet. Listens on `host` alone."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self._store = c10d.TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # by itself torch listens on every interface
+        )
+
+
+class PairGroup:
+    """One member, from `join` to `close`."""
+
+    def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
+        self._group = group  # a backend object, which torch's stubs do not describe
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._posting = ThreadPoolExecutor(1, "kv-pair-post")
+        self._waiting = ThreadPoolExecutor(1, "kv-pair-wait")
+        self._num_messages = 0
+
+    @classmethod
+    async def join(
+        cls, rank: int, meet: Rendezvous, host: str, backend: str, timeout_s: float
+    ) -> Self:
+        """Wait for the other member, which it dials from or listens to on `host`.
+
+        Raises RuntimeError when it does not come in time.
+        """
+        group = await asyncio.to_thread(_build, rank, meet, host, backend, timeout_s)
+        return cls(group, torch.device("cuda" if backend == "nccl" else "cpu"), timeout_s)
+
+    def send(self, payload: memoryview) -> "asyncio.Future[None]":
+        """Done when the payload has left. Order is the order of the calls."""
+
+        def post() -> tuple[Any, Any]:
+            tensor = torch.frombuffer(payload, dtype=torch.uint8).to(self._device)
+            return self._group.send([tensor], DECODE, tag), tensor
+
+        tag = self._next_tag()
+        return self._run(post, lambda tensor: None)
+
+    def recv(self, num_bytes: int) -> "asyncio.Future[memoryview]":
+        """Done when the next payload has come. Order is the order of the calls."""
+
+        def post() -> tuple[Any, Any]:
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return self._group.recv([tensor], PREFILL, tag), tensor
+
+        tag = self._next_tag()
+        return self._run(post, lambda tensor: tensor.cpu().numpy().data)
+
+    def close(self) -> None:
+        """Cut the connection; a call under way fails at the latest when its time is up."""
+        self._group = None
+        self._posting.shutdown(wait=False, cancel_futures=True)
+        self._waiting.shutdown(wait=False, cancel_futures=True)
+
+    def _run(
+        self, post: Callable[[], tuple[Any, Any]], result: Callable[[Any], T]
+    ) -> "asyncio.Future[T]":
+        posted = self._posting.submit(post)
+
+        def wait() -> T:
+            work, tensor = posted.result()
+            work.wait(self._timeout)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            return result(tensor)
+
+        return asyncio.get_running_loop().run_in_executor(self._waiting, wait)
+
+    def _next_tag(self) -> int:
+        self._num_messages += 1
+        return self._num_messages
+
+
+def _build(rank: int, meet: Rendezvous, host: str, backend: str, timeout_s: float) -> Any:
+    """In a thread of its own: it blocks until both members are there."""
+    timeout = timedelta(seconds=timeout_s)
+    client = c10d.TCPStore(
+        meet.host, meet.port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+    store = c10d.PrefixStore(meet.name, client)
+    if backend == "nccl":
+        nccl_options = c10d.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        return c10d.ProcessGroupNCCL(store, rank, 2, nccl_options)
+    options = c10d.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+    return c10d.ProcessGroupGloo(store, rank, 2, options)

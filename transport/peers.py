@@ -1,0 +1,109 @@
+"""The links of one prefill rank: one per decode rank and wire, dialled when first needed.
+
+A link is used by every shipment of its pair and kept while it works. A broken one is dialled again
+by the next shipment; one to an instance that is no longer the wanted one is cut.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+
+from protos.transfer_pb2 import Frame, Hello
+from transport.link import PROTOCOL, Connector, LinkClosed, LinkRefused
+from transport.orders import Code, Identity, ShipmentOrder, TransferFailed
+from transport.port import Port
+
+Handle = Callable[[Port, Frame], Awaitable[None]]
+Lose = Callable[[Port, str], None]
+
+Address = tuple[str, str]  # wire, host:port
+
+
+class Peers:
+    def __init__(
+        self,
+        identity: Identity,
+        connectors: Mapping[str, Connector],
+        manifest_digest: bytes,
+        send_timeout_s: float,
+        handle: Handle,
+        lose: Lose,
+    ) -> None:
+        self._identity = identity
+        self._connectors = connectors
+        self._manifest_digest = manifest_digest
+        self._send_timeout_s = send_timeout_s
+        self._handle = handle
+        self._lose = lose
+        self._ports: dict[Address, Port] = {}
+        self._readers: set[asyncio.Task[None]] = set()
+        self._dialling: defaultdict[Address, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def port_to(self, order: ShipmentOrder, rank: int) -> Port:
+        """The open link to one rank of the order's target. Raises TransferFailed, naming it."""
+        target = order.target
+        address = (order.wire, target.rank_addresses[rank])
+        where = f"{target.worker} rank {rank} at {address[1]}"
+        if order.wire not in self._connectors:
+            ours = ", ".join(sorted(self._connectors))
+            reason = f"no wire {order.wire!r} to {where}: this prefill worker has {ours}"
+            raise TransferFailed(Code.FAILED_PRECONDITION, reason)
+        try:
+            async with self._dialling[address]:
+                port = self._ports.get(address)
+                if port is None or port.link.hello.decode_instance != target.instance:
+                    port = await self._dial(address, order)
+        except LinkRefused as refused:
+            raise TransferFailed(Code.FAILED_PRECONDITION, str(refused)) from refused
+        except LinkClosed as closed:
+            raise TransferFailed(Code.UNAVAILABLE, f"cannot reach {where}: {closed}") from closed
+        welcome = port.link.welcome
+        if (welcome.decode_rank, welcome.decode_epoch) != (rank, order.key.decode_epoch):
+            there = f"rank {welcome.decode_rank} of epoch {welcome.decode_epoch}"
+            reason = f"{where} is {there}, not of epoch {order.key.decode_epoch}"
+            raise TransferFailed(Code.FAILED_PRECONDITION, reason)
+        return port
+
+    async def close(self, reason: str) -> None:
+        for port in list(self._ports.values()):
+            await port.flush()
+            await port.link.close(reason)
+        await asyncio.gather(*self._readers)
+
+    async def _dial(self, address: Address, order: ShipmentOrder) -> Port:
+        wire, host_port = address
+        me, target = self._identity, order.target
+        old = self._ports.get(address)
+        if old is not None and old.link.welcome.decode_epoch > target.epoch:
+            newer = f"instance {old.link.hello.decode_instance} of a later epoch"
+            raise LinkRefused(f"{host_port} is {newer} than {target.epoch}")
+        if old is not None:
+            await old.link.close(f"{target.worker} was replaced by instance {target.instance}")
+        hello = Hello(
+            protocol=PROTOCOL,
+            prefill_worker=me.worker,
+            prefill_instance=me.instance,
+            prefill_epoch=me.epoch,
+            prefill_rank=me.rank,
+            decode_instance=target.instance,
+            manifest_digest=self._manifest_digest,
+        )
+        link = await self._connectors[wire].connect(host_port, hello)
+        port = self._ports[address] = Port(link, self._send_timeout_s)
+        reader = asyncio.create_task(self._read(address, port))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        return port
+
+    async def _read(self, address: Address, port: Port) -> None:
+        async def handle(frame: Frame, payload: memoryview | None) -> None:
+            await self._handle(port, frame)
+
+        reason = "reading stopped"
+        try:
+            reason = await port.run(handle)
+        finally:
+            if self._ports.get(address) is port:
+                del self._ports[address]
+            self._lose(port, reason)
+            await port.link.close(reason)

@@ -1,0 +1,81 @@
+"""One end of a link at work: frames posted without waiting, and one task that reads."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from protos.transfer_pb2 import Frame
+from transport.link import Link, LinkClosed
+
+MAX_POSTED = 4096  # frames the other end has not taken: it does not read
+
+Handle = Callable[[Frame, memoryview | None], Awaitable[None]]
+
+
+class Port:
+    """Owns a link from its welcome to its end."""
+
+    def __init__(self, link: Link, send_timeout_s: float, max_staged_chunks: int = 1) -> None:
+        self.link = link
+        self.open = True
+        self.room = asyncio.Semaphore(max_staged_chunks)  # for payloads not yet scattered
+        self._send_timeout_s = send_timeout_s
+        self._posted: deque[Frame] = deque()
+        self._stirred = asyncio.Event()
+
+    def post(self, frame: Frame) -> None:
+        """Send `frame` after those posted before; it is lost if the link breaks."""
+        if self.open:
+            self._posted.append(frame)
+            self._stirred.set()
+
+    async def send(self, frame: Frame, payload: memoryview) -> None:
+        """Returns once the wire has taken the frame. Raises LinkClosed."""
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self.link.send(frame, payload)
+        except TimeoutError:
+            reason = f"no frame left in {self._send_timeout_s:g} s"
+            await self.link.close(reason)
+            raise LinkClosed(reason) from None
+
+    async def run(self, handle: Handle) -> str:
+        """Read until the link closes, and say why it did. Frames are handled one at a time."""
+        writer = asyncio.create_task(self._write())
+        try:
+            while True:
+                await handle(*await self.link.recv())
+        except LinkClosed as closed:
+            return str(closed)
+        finally:
+            self.open = False
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def flush(self) -> None:
+        """Let what is posted leave, as far as the link still carries it."""
+        try:
+            while self._posted and self.open:
+                await self._write_one()
+        except LinkClosed:
+            pass
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                while self._posted:
+                    if len(self._posted) > MAX_POSTED:
+                        await self.link.close(f"{len(self._posted)} frames were not read")
+                    await self._write_one()
+                self._stirred.clear()
+                await self._stirred.wait()
+        except LinkClosed:
+            pass  # `recv` ends, too, and says why
+
+    async def _write_one(self) -> None:
+        frame = self._posted.popleft()
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self.link.send(frame)
+        except TimeoutError:
+            await self.link.close(f"no frame left in {self._send_timeout_s:g} s")

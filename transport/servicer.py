@@ -1,0 +1,64 @@
+"""The gRPC service of a decode rank: where prefill ranks call."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+
+from protos import transfer_pb2_grpc
+from protos.transfer_pb2 import Frame, Hello
+from transport.grpc_wire import GrpcLink
+from transport.link import Acceptor, LinkClosed, LinkRefused, Listener
+
+Context = grpc.aio.ServicerContext[Frame, Frame]
+
+HELLO_TIMEOUT_S = 10.0
+
+
+class TransferServicer(transfer_pb2_grpc.TransferServicer):
+    """Welcomes or refuses a caller, and hands its link to the receiver until it ends.
+
+    `acceptors` names the wires whose payloads ride elsewhere; "grpc" needs none.
+    """
+
+    def __init__(self, receiver: Listener, acceptors: Mapping[str, Acceptor] | None = None) -> None:
+        self._receiver = receiver
+        self._acceptors = dict(acceptors or {})
+
+    async def Link(self, request_iterator: AsyncIterator[Frame], context: Context) -> None:
+        control = GrpcLink(context.read, context.write, Hello())
+        try:
+            await self._greet(control)
+            acceptor = self._acceptors.get(control.hello.wire)
+            link = await acceptor.accept(control) if acceptor else control
+            await self._receiver.serve(link)
+        except LinkRefused as refused:
+            await _hang_up(context, grpc.StatusCode.FAILED_PRECONDITION, str(refused))
+        except LinkClosed as closed:
+            await _hang_up(context, grpc.StatusCode.UNAVAILABLE, str(closed))
+        finally:
+            control.end.come("the stream has ended")
+        if not control.hung_up:
+            await _hang_up(context, grpc.StatusCode.UNAVAILABLE, control.end.reason or "")
+
+    async def _greet(self, control: GrpcLink) -> None:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                frame, _ = await control.recv()
+        except TimeoutError:
+            raise LinkRefused(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+        if not frame.HasField("hello"):
+            raise LinkRefused(f"the first frame is {frame.WhichOneof('body')}, not a hello")
+        control.hello = frame.hello
+        wires = {"grpc", *self._acceptors}
+        if frame.hello.wire not in wires:
+            ours = ", ".join(sorted(wires))
+            raise LinkRefused(f"no wire {frame.hello.wire!r} here; there are {ours}")
+        control.welcome = self._receiver.answer(frame.hello)
+        await control.send(Frame(welcome=control.welcome))
+
+
+async def _hang_up(context: Context, code: grpc.StatusCode, reason: str) -> NoReturn:
+    await context.abort(code, reason)

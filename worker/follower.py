@@ -1,0 +1,69 @@
+"""The life of ranks 1 and up: load a share, open a door for peers, do what rank 0 says."""
+
+import asyncio
+import sys
+
+import structlog
+import torch
+
+from engine import follower
+from engine.clock import MonotonicClock
+from engine.rank_group import RankSeat, join
+from model.comm import Comm
+from model.source import open_model
+from protos import rank_pb2, rank_pb2_grpc
+from transport.orders import Identity
+from worker.admin import rank_report
+from worker.doors import GrpcDoor
+from worker.rank_parts import build_rank, device_of, group_config, manifest_of
+from worker.refusal import Context
+from worker.role import RankContext, RankSide, RoleSpec
+
+log = structlog.get_logger()
+
+FIRST_NOTE_S = 60.0
+
+
+def follow(spec: RoleSpec, arguments: list[str] | None = None) -> None:
+    """The whole process of one rank. Ends when rank 0 says so, or with rank 0."""
+    seat, _ = join(sys.argv[1:] if arguments is None else arguments)
+    life = seat.wait("life", FIRST_NOTE_S)
+    settings = spec.settings.model_validate(life["settings"])
+    torch.set_num_threads(settings.threads)
+    source = open_model(settings.model)
+    comm = seat.connect(group_config(settings), device_of(settings, seat.rank))
+    identity = Identity(settings.name, life["instance"], life["epoch"], seat.rank)
+    context = RankContext(
+        settings,
+        build_rank(settings, source, comm),
+        identity,
+        manifest_of(settings, source),
+        MonotonicClock(),
+    )
+    asyncio.run(_serve(spec, context, seat, comm))
+
+
+async def _serve(spec: RoleSpec, context: RankContext, seat: RankSeat, comm: Comm) -> None:
+    side = spec.make_side(context)
+    await side.start()
+    door = GrpcDoor(context.settings.host, 0, ())
+    side.serve_ranks(door.server)
+    rank_pb2_grpc.add_RankLifeServicer_to_server(_LifeServicer(side), door.server)
+    await door.start()
+    seat.publish(f"address {seat.rank}", {"address": door.address})
+    parts = context.parts
+    try:
+        await asyncio.to_thread(follower.run, parts.model, parts.store, comm, side.observer)
+    finally:
+        await door.stop()
+        await side.close()
+
+
+class _LifeServicer(rank_pb2_grpc.RankLifeServicer):
+    def __init__(self, side: RankSide) -> None:
+        self._side = side
+
+    async def Report(
+        self, request: rank_pb2.RankReportRequest, context: Context
+    ) -> rank_pb2.RankReport:
+        return rank_report(self._side.open_transfers)

@@ -1,0 +1,65 @@
+"""What a worker shows Prometheus, under the names that existing dashboards read and our own."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.engine import Engine
+
+LABELS = ("model_name", "engine")
+
+
+def engine_registry(engine: Engine, worker: str, model: str) -> CollectorRegistry:
+    """A registry of its own: two workers in one process do not mix."""
+    registry = CollectorRegistry()
+    registry.register(_EngineCollector(engine, (model, worker)))
+    return registry
+
+
+class _EngineCollector(Collector):
+    """Reads the engine when scraped, and keeps nothing."""
+
+    def __init__(self, engine: Engine, labels: tuple[str, str]) -> None:
+        self._engine = engine
+        self._labels = labels
+
+    def collect(self) -> Iterable[Metric]:
+        books, stats, load = self._engine.books(), self._engine.stats(), self._engine.load()
+        used = books.used_blocks / books.total_blocks
+        yield self._gauge("vllm:num_requests_running", "Requests that run", books.running_requests)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait", books.waiting_requests)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", used)
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated", stats.generated_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the cache", stats.prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the cache", stats.cached_tokens),
+            ("num_preemptions", "Requests sent back to the queue", stats.preemptions),
+        ):
+            yield self._counter(f"vllm:{name}", text, value)
+        for state, blocks in (
+            ("free", books.free_blocks),
+            ("cached", books.cached_blocks),
+            ("used", books.used_blocks - books.reserved_blocks),
+            ("reserved", books.reserved_blocks),
+        ):
+            yield self._gauge(f"kvferry_blocks_{state}", f"KV blocks that are {state}", blocks)
+        backlog_s = load.queued_tokens * load.prefill_ms_per_token / 1000
+        yield self._gauge("kvferry_backlog_seconds", "Time the queued tokens will take", backlog_s)
+        yield self._gauge("kvferry_requests_held", "Prompts not committed", books.held_requests)
+        yield self._counter("kvferry_steps", "Steps of the engine", stats.steps)
+        yield self._counter(
+            "kvferry_requests_failed", "Requests that ended early", stats.failed_requests
+        )
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family

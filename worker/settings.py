@@ -1,0 +1,47 @@
+"""What prefill and decode workers are told at start, checked once."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+WireName = Literal["grpc", "gloo", "nccl"]
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+
+
+class WorkerSettings(BaseModel):
+    """One worker: a tensor-parallel group of ranks under one name.
+
+    `port` and `system_port` 0 let the system choose; the index tells the router what was chosen.
+    Every rank listens on `host`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[
+        str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    ]
+    model: str = "smollm2"
+    tp: Count = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: Count = 1  # torch threads a rank uses
+
+    host: str = "127.0.0.1"
+    port: Port = 0
+    system_port: Port = 0
+    redis_url: str = "redis://127.0.0.1:6380"
+    key_prefix: Annotated[str, Field(min_length=1, max_length=32)] = "kvferry"
+
+    block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 16
+    num_blocks: Annotated[int, Field(ge=2, le=10_000_000)] = 1024
+    max_tokens_per_step: Count = 512
+    max_running: Count = 32
+    max_waiting: Count = 256
+
+    wires: Annotated[tuple[WireName, ...], Field(min_length=1)] = ("grpc", "gloo")
+    heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 1.0
+    lease_s: Annotated[float, Field(gt=0, le=300)] = 5.0
+    transfer_lease_s: Annotated[float, Field(gt=0, le=600)] = 30.0
+    rank_timeout_s: Annotated[float, Field(gt=0, le=600)] = 60.0  # a rank that has not started
+    drain_s: Annotated[float, Field(ge=0, le=600)] = 10.0  # what runs may finish at SIGTERM
