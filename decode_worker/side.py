@@ -12,9 +12,11 @@ from prefix_index.index import Role
 from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from transport.config import TransportConfig
 from transport.receiver import Receiver
+from transport.servicer import TransferServicer
 from worker.refusal import Context
 from worker.role import Front, RankContext, RoleSpec
 from worker.serving import serve_call
+from worker.wires import acceptors
 
 
 class DecodeSide:
@@ -37,14 +39,15 @@ class DecodeSide:
         return self.receiver.open_transfers
 
     def serve_ranks(self, server: grpc.aio.Server) -> None:
-        transfer = TransferServicer(self.receiver)
+        transfer = TransferServicer(self.receiver, acceptors(self._context.settings))
         transfer_pb2_grpc.add_TransferServicer_to_server(transfer, server)
         if self._context.identity.rank > 0:
             servicer = DecodeRankServicer(self.receiver)
             rank_pb2_grpc.add_DecodeRankServicer_to_server(servicer, server)
 
     def serve_router(self, server: grpc.aio.Server, front: Front) -> None:
-        ranks = [self.receiver, *(RemoteRank(channel) for channel in front.others)]
+        ranks: list[ReceivesPrompts] = [self.receiver]
+        ranks += [RemoteRank(channel) for channel in front.others]
         decoding = self.decoding(front, ranks)
         servicer = _DecodeServicer(decoding, self._context.identity.instance, front)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(servicer, server)

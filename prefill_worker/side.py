@@ -48,7 +48,8 @@ class PrefillSide:
             rank_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
 
     def serve_router(self, server: grpc.aio.Server, front: Front) -> None:
-        ranks = [self.rank, *(RemoteRank(channel) for channel in front.others)]
+        ranks: list[ShipsPrompts] = [self.rank]
+        ranks += [RemoteRank(channel) for channel in front.others]
         prefilling = self.prefilling(front, ranks)
         servicer = _PrefillServicer(prefilling, self._identity.instance, front)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(servicer, server)

@@ -18,6 +18,7 @@ from worker.doors import GrpcDoor
 from worker.rank_parts import build_rank, device_of, group_config, manifest_of
 from worker.refusal import Context
 from worker.role import RankContext, RankSide, RoleSpec
+from worker.wires import connectors
 
 log = structlog.get_logger()
 
@@ -39,6 +40,7 @@ def follow(spec: RoleSpec, arguments: list[str] | None = None) -> None:
         identity,
         manifest_of(settings, source),
         MonotonicClock(),
+        connectors(settings),
     )
     asyncio.run(_serve(spec, context, seat, comm))
 

@@ -41,6 +41,7 @@ from worker.ranks import WorkerRanks
 from worker.role import Front, RankContext, RankSide, RoleSpec
 from worker.settings import WorkerSettings
 from worker.system_server import Probe, SystemServer
+from worker.wires import connectors
 from worker.work import WorkIntake
 
 log = structlog.get_logger()
@@ -142,7 +143,9 @@ async def _open(
     ranks = WorkerRanks(spec, settings, identity)
     stack.push_async_callback(asyncio.to_thread, ranks.stop)
     parts = await asyncio.to_thread(ranks.start, source)
-    side = spec.make_side(RankContext(settings, parts, identity, manifest, clock))
+    side = spec.make_side(
+        RankContext(settings, parts, identity, manifest, clock, connectors(settings))
+    )
     await side.start()
     stack.push_async_callback(side.close)
 

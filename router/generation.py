@@ -1,0 +1,361 @@
+"""The one handler behind both doors: from a request's bytes to the end of its stream.
+
+    admitted   there is a place for it in the register
+    checked    `validation` has accepted it; no worker has heard of it before
+    routed     `policy` has chosen who serves it; `Started` is sent
+    attempted  `attempt` streams from both legs. One that fails early is followed by another one,
+               with a fresh transfer id and without whoever failed; the last one is decode's alone
+    ended      exactly once: `Usage`, or a RequestFailed that says how many tokens were delivered
+
+What a request holds (its place, its bookings, its legs) is given back in `finally`, here and in
+`legs`, however its stream ends.
+"""
+
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from engine.clock import Clock
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wpb
+from router import policy
+from router.attempt import Attempt, AttemptFailed
+from router.errors import Broken, RequestFailed, TimedOut, Unavailable
+from router.explain import explanation
+from router.fleet import BlockNames, Fleet, Party, Snapshot
+from router.journey import Journey
+from router.legs import Work
+from router.metrics import Metrics
+from router.register import Register, Ticket
+from router.request import AcceptedRequest, Tenant
+from router.retry import conclusion, may_try_again
+from router.served_model import ServedModel
+from router.transcript import Diverged, Transcript
+from router.validation import Validator, checked_request_id
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long, and how often."""
+
+    request_timeout_s: float = 600.0  # where the client sets no deadline, and at most
+    admission_wait_s: float = 2.0  # for a first replica to appear
+    max_pair_attempts: int = 3  # then decode computes the prompt itself, once
+    retry_after_s: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Served:
+    """What is known of one accepted request while it is served."""
+
+    request: AcceptedRequest
+    ticket: Ticket
+    transcript: Transcript
+    journey: Journey
+    deadline: float
+    names: BlockNames
+    without: dict[Party, str] = field(default_factory=dict)  # who failed it, and why
+
+
+class Handler:
+    """Belongs to one event loop. `transfer_id` gives 16 bytes never given before."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        validator: Validator,
+        fleet: Fleet,
+        register: Register,
+        metrics: Metrics,
+        clock: Clock,
+        log: structlog.typing.FilteringBoundLogger,
+        bounds: Bounds | None = None,
+        weights: policy.Weights | None = None,
+        transfer_id: Callable[[], bytes] = lambda: secrets.token_bytes(16),
+    ) -> None:
+        self.model = model
+        self.validator = validator
+        self._fleet = fleet
+        self._register = register
+        self._metrics = metrics
+        self._clock = clock
+        self._log = log
+        self._bounds = bounds or Bounds()
+        self._weights = weights or policy.Weights()
+        self._transfer_id = transfer_id
+
+    async def generate(
+        self, request: pb.GenerateRequest, tenant: Tenant, door: str, timeout_s: float | None = None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Serve one request. Raises RequestFailed. Closing the generator cancels the request.
+
+        Close it with `aclosing`: what it holds is free when that returns.
+        """
+        record = _Record(door=door, tenant=tenant.label)
+        started_at = self._clock.now()
+        ticket: Ticket | None = None
+        try:
+            record.request_id = checked_request_id(request.request_id) or secrets.token_hex(12)
+            ticket = self._register.admit(tenant, record.request_id)
+            accepted = await self.validator.accept(request, record.request_id, tenant, door)
+            served = self._served(accepted, ticket, started_at, timeout_s)
+            record.served = served
+            async with aclosing(self._serve(served)) as events:
+                async for event in events:
+                    yield event
+            record.status = "ok"
+        except RequestFailed as failure:
+            record.status, record.message = failure.reason, failure.message
+            raise
+        except Exception as error:
+            record.status = "internal"
+            self._log.exception("request.broken", request_id=record.request_id)
+            raise Broken(f"the router failed: {type(error).__name__}; its log says more") from error
+        finally:
+            if ticket is not None:
+                self._register.leave(ticket)
+            self._report(record, self._clock.now() - started_at)
+
+    async def explain(
+        self, request: pb.GenerateRequest, tenant: Tenant, door: str
+    ) -> pb.Explanation:
+        """Where the request would go now. Raises InvalidRequest."""
+        request_id = checked_request_id(request.request_id) or secrets.token_hex(12)
+        accepted = await self.validator.accept(request, request_id, tenant, door)
+        snapshot, decision = self._choose(accepted, accepted.block_names(), {})
+        return explanation(snapshot.prompt, decision)
+
+    def cancel(self, tenant: Tenant, request_id: str) -> bool:
+        return self._register.cancel(tenant, request_id)
+
+    def _served(
+        self, accepted: AcceptedRequest, ticket: Ticket, now: float, timeout_s: float | None
+    ) -> _Served:
+        most_s = self._bounds.request_timeout_s
+        return _Served(
+            request=accepted,
+            ticket=ticket,
+            transcript=Transcript(
+                accepted.params, lambda: self.model.detokenizer(chat=accepted.chat)
+            ),
+            journey=Journey(self._clock, len(accepted.prompt), accepted_at=now),
+            deadline=now + min(most_s, most_s if timeout_s is None else timeout_s),
+            names=accepted.block_names(),
+        )
+
+    async def _serve(self, served: _Served) -> AsyncGenerator[pb.GenerateResponse, None]:
+        snapshot, decision = await self._first_choice(served)
+        yield pb.GenerateResponse(started=self._started(served, snapshot, decision))
+        while True:
+            assert decision.chosen is not None
+            try:
+                async with aclosing(self._attempt(served, snapshot, decision.chosen)) as events:
+                    async for event in events:
+                        yield event
+                break
+            except AttemptFailed as failure:
+                snapshot, decision = self._next_choice(served, failure)
+            except Diverged as error:
+                count = served.transcript.num_tokens
+                raise Unavailable(
+                    f"the next attempt gave another text: {error}; tokens delivered: {count}"
+                ) from error
+        transcript = served.transcript
+        yield pb.GenerateResponse(
+            usage=served.journey.usage(transcript.num_tokens, transcript.tokens_per_choice)
+        )
+
+    async def _attempt(
+        self, served: _Served, snapshot: Snapshot, chosen: policy.Candidate
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        served.ticket.check()
+        work = self._work(served, snapshot, chosen)
+        served.journey.set_out(work)
+        self._metrics.routes.labels(computed_by="prefill" if work.prefill else "decode").inc()
+        uncached = snapshot.prompt.uncached_tokens(chosen.computing.matched_blocks)
+        booking = self._fleet.book(work.prefill or work.decode, work.decode, uncached)
+        attempt = Attempt(
+            work, served.transcript, served.journey, booking, self._clock, served.deadline
+        )
+        served.ticket.legs = attempt.legs
+        try:
+            async with aclosing(attempt.events()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            served.ticket.legs = None
+            booking.close()
+        self._went_well(work, served.journey)
+
+    def _work(self, served: _Served, snapshot: Snapshot, chosen: policy.Candidate) -> Work:
+        request = served.request
+        transfer_id = self._transfer_id()
+        prefill = snapshot.prefills[chosen.prefill.name] if chosen.prefill else None
+        return Work(
+            request=wpb.WorkRequest(
+                # Each attempt is a request of its own to workers: the last one may still be ending.
+                request_id=f"{request.request_id}.{transfer_id.hex()[:8]}",
+                prompt=request.prompt,
+                sampling=request.params.to_proto(),
+                tenant_key=request.tenant.key,
+                eos_token_ids=self.model.eos_token_ids,
+            ),
+            prefill=prefill,
+            decode=snapshot.decodes[chosen.decode.name],
+            wire=chosen.wire,
+            transfer_id=transfer_id,
+            attempt=served.journey.attempts + 1,
+            max_chunk_tokens=request.max_chunk_tokens,
+        )
+
+    def _choose(
+        self,
+        request: AcceptedRequest,
+        names: BlockNames,
+        without: dict[Party, str],
+        pins: policy.Pins | None = None,
+    ) -> tuple[Snapshot, policy.Decision]:
+        snapshot = self._fleet.snapshot(len(request.prompt), request.digest(), names, without)
+        pins = pins or request.pins
+        return snapshot, policy.choose(snapshot.prompt, snapshot.fleet, pins, self._weights)
+
+    async def _first_choice(self, served: _Served) -> tuple[Snapshot, policy.Decision]:
+        """Wait a little where nobody can serve: a cluster that starts, a worker that comes back."""
+        wait_until = self._clock.now() + self._bounds.admission_wait_s
+        while True:
+            served.ticket.check()
+            snapshot, decision = self._choose(served.request, served.names, served.without)
+            if decision.chosen is not None:
+                self._note_matches(served.journey, snapshot, decision.chosen)
+                return snapshot, decision
+            now = self._clock.now()
+            if now >= served.deadline:
+                raise TimedOut(f"the deadline passed while waiting: {decision.reason}")
+            if now >= wait_until:
+                raise Unavailable(decision.reason, retry_after_s=self._bounds.retry_after_s)
+            await self._clock.sleep(POLL_S)
+
+    def _next_choice(
+        self, served: _Served, failure: AttemptFailed
+    ) -> tuple[Snapshot, policy.Decision]:
+        """Who tries next, or the RequestFailed that ends the request."""
+        self._went_wrong(served, failure)
+        served.ticket.check()
+        transcript, bounds = served.transcript, self._bounds
+
+        def end(remark: str = "") -> RequestFailed:
+            return conclusion(failure, transcript.num_tokens, bounds.retry_after_s, remark)
+
+        attempts = served.journey.attempts
+        if not may_try_again(failure, transcript.only_first_tokens):
+            raise end()
+        if attempts > bounds.max_pair_attempts:
+            raise end(f"{attempts} attempts were made")
+        pins = served.request.pins
+        if attempts == bounds.max_pair_attempts:
+            if pins.prefill:
+                raise end(f"{attempts} attempts were made")
+            pins = replace(pins, no_prefill=True)
+        snapshot, decision = self._choose(served.request, served.names, served.without, pins)
+        if decision.chosen is None:
+            raise end(decision.reason)
+        if failure.shed is not None and failure.work.prefill and decision.chosen.prefill is None:
+            raise end("decode does not take over what prefill has no room for")
+        transcript.start_over()
+        self._metrics.retries.inc()
+        return snapshot, decision
+
+    def _went_well(self, work: Work, journey: Journey) -> None:
+        decode = work.decode.record.instance
+        self._fleet.trust(decode)
+        if work.prefill is not None:
+            pair = (work.prefill.record.instance, decode)
+            self._fleet.trust(pair[0], pair)
+            self._fleet.measure_link(pair, journey.shipped_bytes, journey.transfer_ms)
+
+    def _went_wrong(self, served: _Served, failure: AttemptFailed) -> None:
+        blamed = failure.blamed()
+        served.without.update(blamed)
+        for end in failure.ends:
+            self._metrics.worker_failures.labels(worker=end.worker.name, code=end.code.name).inc()
+        if failure.final is None and failure.shed is None:
+            for party, reason in blamed.items():
+                self._fleet.doubt(party, reason)
+        self._log.warning(
+            "attempt.failed",
+            request_id=served.request.request_id,
+            attempt=served.journey.attempts,
+            tokens=served.transcript.num_tokens,
+            adopted=failure.adopted,
+            reason=str(failure),
+        )
+
+    def _started(
+        self, served: _Served, snapshot: Snapshot, decision: policy.Decision
+    ) -> pb.Started:
+        request = served.request
+        started = pb.Started(
+            request_id=request.request_id,
+            model=request.model,
+            prompt_tokens=len(request.prompt),
+            seed=request.params.seed,
+        )
+        if request.explain:
+            started.explanation.CopyFrom(explanation(snapshot.prompt, decision))
+        return started
+
+    @staticmethod
+    def _note_matches(journey: Journey, snapshot: Snapshot, chosen: policy.Candidate) -> None:
+        prompt = snapshot.prompt
+        journey.available_tokens = prompt.num_tokens - prompt.uncached_tokens(snapshot.best_match)
+        promised = chosen.computing.matched_blocks
+        journey.promised_tokens = prompt.num_tokens - prompt.uncached_tokens(promised)
+
+    def _report(self, record: "_Record", seconds: float) -> None:
+        self._metrics.requests.labels(door=record.door, status=record.status).inc()
+        served = record.served
+        if served is not None and record.status == "ok":
+            self._metrics.finished(served.journey, served.transcript)
+        self._log.info("request.ended", **record.fields(seconds))
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is said of a request when it ends: never its prompt, never its text."""
+
+    door: str
+    tenant: str
+    request_id: str = ""
+    status: str = "cancelled"  # unless it ends in another way, its client has left
+    message: str = ""
+    served: _Served | None = None
+
+    def fields(self, seconds: float) -> dict[str, object]:
+        fields: dict[str, object] = {
+            "request_id": self.request_id,
+            "door": self.door,
+            "tenant": self.tenant,
+            "status": self.status,
+            "seconds": round(seconds, 4),
+        }
+        if self.message:
+            fields["message"] = self.message
+        if self.served is not None:
+            journey, transcript = self.served.journey, self.served.transcript
+            fields |= {
+                "prefill": journey.prefill,
+                "decode": journey.decode,
+                "attempts": journey.attempts,
+                "prompt_tokens": journey.prompt_tokens,
+                "cached_tokens": journey.delivered_tokens,
+                "completion_tokens": transcript.num_tokens,
+                "finish_reasons": transcript.finish_reasons,
+            }
+            if journey.ttft_s is not None:
+                fields["ttft_s"] = round(journey.ttft_s, 4)
+        return fields

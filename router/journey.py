@@ -1,0 +1,117 @@
+"""Where one request went and what it cost, gathered from what its workers say."""
+
+from dataclasses import dataclass
+
+from engine.clock import Clock
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wpb
+from router.legs import Work
+
+
+@dataclass(slots=True)
+class Journey:
+    """Times are the clock's, in seconds. The last attempt counts, save where a field says so."""
+
+    clock: Clock
+    prompt_tokens: int
+    accepted_at: float
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    attempts: int = 0
+    prefill: str = ""
+    decode: str = ""
+    wire: str = ""
+    block_size: int = 1
+    available_tokens: int = 0  # held somewhere in the fleet when the request was routed
+    promised_tokens: int = 0  # held, as far as the index knew, by the worker chosen to compute
+    cached_tokens: int | None = None  # the least over all attempts: what nobody computed
+    prefill_cached_tokens: int = 0
+    decode_cached_blocks: int = 0
+    computed_tokens: int | None = None
+    shipped_blocks: int = 0
+    shipped_bytes: int = 0
+    transfer_ms: float = 0.0
+
+    def set_out(self, work: Work) -> None:
+        """Another attempt starts."""
+        self.attempts += 1
+        self.prefill = work.prefill.name if work.prefill else ""
+        self.decode = work.decode.name
+        self.wire = work.wire
+        self.block_size = work.decode.record.manifest.block_size
+        self.prefill_cached_tokens = 0
+        self.decode_cached_blocks = 0
+        self.computed_tokens = None
+        self.shipped_blocks = self.shipped_bytes = 0
+        self.transfer_ms = 0.0
+
+    def token(self) -> None:
+        self.last_token_at = self.clock.now()
+        if self.first_token_at is None:
+            self.first_token_at = self.last_token_at
+
+    def prefill_cached(self, cached_tokens: int) -> None:
+        """Said at admission, and again with the first tokens, recounted."""
+        self.prefill_cached_tokens = cached_tokens
+        self._cached(cached_tokens)
+
+    def prefill_done(self, done: wpb.PrefillDone) -> None:
+        self.computed_tokens = done.computed_tokens
+        self.shipped_bytes = max(self.shipped_bytes, done.shipped_bytes)
+        self.transfer_ms = done.transfer_ms
+
+    def decode_reserved(self, reserved: wpb.DecodeReserved) -> None:
+        self.decode_cached_blocks = reserved.cached_blocks
+
+    def decode_adopted(self, adopted: wpb.DecodeAdopted) -> None:
+        self.shipped_blocks = adopted.shipped_blocks
+        self.shipped_bytes = max(self.shipped_bytes, adopted.shipped_bytes)
+
+    def decode_done(self, done: wpb.DecodeDone) -> None:
+        if not self.prefill:
+            self.computed_tokens = done.computed_tokens
+            self.decode_cached_blocks = done.cached_tokens // self.block_size
+            self._cached(done.cached_tokens)
+
+    @property
+    def delivered_tokens(self) -> int:
+        """Prompt tokens that were neither computed nor counted on in vain."""
+        return min(self.cached_tokens or 0, self.prompt_tokens)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.accepted_at
+
+    def tpot_s(self, tokens_per_choice: int) -> float | None:
+        if self.first_token_at is None or self.last_token_at is None or tokens_per_choice < 2:
+            return None
+        return (self.last_token_at - self.first_token_at) / (tokens_per_choice - 1)
+
+    def usage(self, completion_tokens: int, tokens_per_choice: int) -> pb.Usage:
+        computed = self.computed_tokens
+        return pb.Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=completion_tokens,
+            cached_tokens=self.delivered_tokens,
+            journey=pb.Journey(
+                prefill=self.prefill,
+                decode=self.decode,
+                wire=self.wire,
+                prompt_blocks=-(-self.prompt_tokens // self.block_size),
+                prefill_cached_blocks=self.prefill_cached_tokens // self.block_size,
+                decode_cached_blocks=self.decode_cached_blocks,
+                computed_tokens=(
+                    self.prompt_tokens - self.delivered_tokens if computed is None else computed
+                ),
+                shipped_blocks=self.shipped_blocks,
+                shipped_bytes=self.shipped_bytes,
+                transfer_ms=self.transfer_ms,
+                ttft_ms=1000 * (self.ttft_s or 0.0),
+                tpot_ms=1000 * (self.tpot_s(tokens_per_choice) or 0.0),
+                attempts=self.attempts,
+            ),
+        )
+
+    def _cached(self, cached_tokens: int) -> None:
+        known = self.cached_tokens
+        self.cached_tokens = cached_tokens if known is None else min(known, cached_tokens)

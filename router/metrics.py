@@ -1,0 +1,118 @@
+"""What the router counts. Names under `vllm:` are those that existing dashboards look for.
+
+Prompt tokens come in four numbers that only shrink, each with its own reason:
+
+    prompt     all of them
+    available  some usable worker held them when the request was routed
+    promised   the worker chosen to compute held them, as far as the index knew
+    delivered  nobody computed them
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from prefix_index.index import Role
+from router.fleet import Fleet
+from router.journey import Journey
+from router.transcript import Transcript
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
+LONG_SECONDS = (*SECONDS, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+
+
+class Metrics:
+    """One registry for one router. `model` labels the vllm-named series."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = {"model_name": model, "engine": "0"}
+        labels = list(self._model)
+
+        def counter(name: str, text: str, *names: str) -> Counter:
+            return Counter(name, text, names, registry=self.registry)
+
+        self.requests = counter(
+            "kvferry_requests", "Requests that ended, by door and how.", "door", "status"
+        )
+        self.routes = counter(
+            "kvferry_routes", "Attempts, by who computed the prompt.", "computed_by"
+        )
+        self.worker_failures = counter(
+            "kvferry_worker_failures", "Legs that failed, by worker and status.", "worker", "code"
+        )
+        self.retries = counter("kvferry_retries", "Attempts after the first of a request.")
+        self.tokens = counter(
+            "kvferry_prompt_tokens", "Prompt tokens: see the order of kinds in the docs.", "kind"
+        )
+        self.shipped_bytes = counter("kvferry_shipped_bytes", "KV bytes shipped to decode.")
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens.", *labels)
+        self._generated = counter("vllm:generation_tokens", "Tokens generated.", *labels)
+        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", *labels)
+        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens not computed.", *labels)
+        self._success = counter(
+            "vllm:request_success", "Choices that ended well.", *labels, "finished_reason"
+        )
+        self._ttft = self._seconds("vllm:time_to_first_token_seconds", LONG_SECONDS)
+        self._tpot = self._seconds("vllm:request_time_per_output_token_seconds", TOKEN_SECONDS)
+        self._e2e = self._seconds("vllm:e2e_request_latency_seconds", LONG_SECONDS)
+        self.transfer = Histogram(
+            "kvferry_transfer_seconds",
+            "First byte offered to last cell committed.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def watch(self, fleet: Fleet, num_running: Callable[[], int]) -> None:
+        """Add what is read at the moment of a scrape."""
+        running = self._gauge("vllm:num_requests_running", "Open requests.", *self._model)
+        running.labels(**self._model).set_function(num_running)
+        waiting = self._gauge("vllm:num_requests_waiting", "Waiting at workers.", *self._model)
+        waiting.labels(**self._model).set_function(
+            lambda: sum(each.record.load.waiting for each in fleet.workers)
+        )
+        usage = self._gauge("vllm:kv_cache_usage_perc", "Decode's blocks in use.", *self._model)
+        usage.labels(**self._model).set_function(lambda: _usage(fleet))
+        live = self._gauge("kvferry_live_workers", "Workers with a lease.", "role")
+        for role in Role:
+            live.labels(role=role.value).set_function(partial(fleet.num_live, role))
+
+    def finished(self, journey: Journey, transcript: Transcript) -> None:
+        """A request ended well."""
+        for kind, count in (
+            ("prompt", journey.prompt_tokens),
+            ("available", journey.available_tokens),
+            ("promised", journey.promised_tokens),
+            ("delivered", journey.delivered_tokens),
+        ):
+            self.tokens.labels(kind=kind).inc(count)
+        self.shipped_bytes.inc(journey.shipped_bytes)
+        if journey.transfer_ms:
+            self.transfer.observe(journey.transfer_ms / 1000)
+        self._prompt.labels(**self._model).inc(journey.prompt_tokens)
+        self._generated.labels(**self._model).inc(transcript.num_tokens)
+        self._queries.labels(**self._model).inc(journey.prompt_tokens)
+        self._hits.labels(**self._model).inc(journey.delivered_tokens)
+        for reason in transcript.finish_reasons:
+            self._success.labels(**self._model, finished_reason=reason).inc()
+        self._e2e.labels(**self._model).observe(journey.clock.now() - journey.accepted_at)
+        if journey.ttft_s is not None:
+            self._ttft.labels(**self._model).observe(journey.ttft_s)
+        tpot_s = journey.tpot_s(transcript.tokens_per_choice)
+        if tpot_s is not None:
+            self._tpot.labels(**self._model).observe(tpot_s)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _seconds(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        text = name.removeprefix("vllm:").replace("_", " ").capitalize() + "."
+        return Histogram(name, text, list(self._model), buckets=buckets, registry=self.registry)
+
+
+def _usage(fleet: Fleet) -> float:
+    loads = [each.record.load for each in fleet.workers if each.record.role is Role.DECODE]
+    total = sum(load.total_blocks for load in loads)
+    return 1 - sum(load.free_blocks for load in loads) / total if total else 0.0

@@ -1,0 +1,50 @@
+"""A request that was checked, as everything behind the doors sees it."""
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.sampling_params import SamplingParams
+from kvcache.block_hash import BlockHash, Namespace, TenantKey, name_blocks
+from router.policy import Pins
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who is asking: `label` for logs, `key` for block names. Never taken from a request's body."""
+
+    label: str
+    key: TenantKey
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """Every field was checked against its limit; nothing further along refuses it for its form."""
+
+    request_id: str
+    model: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tenant: Tenant
+    pins: Pins = field(default_factory=Pins)
+    max_chunk_tokens: int = 0  # 0: the worker's own
+    explain: bool = False
+    chat: bool = False
+    door: str = "grpc"
+
+    def digest(self) -> bytes:
+        """The same for the same prompt, whoever sends it; names nothing."""
+        return hashlib.blake2b(array("q", self.prompt).tobytes(), digest_size=8).digest()
+
+    def block_names(self) -> Callable[[Namespace, int], list[BlockHash]]:
+        """A function from (namespace, block size) to the prompt's names, computed once each."""
+        known: dict[tuple[Namespace, int], list[BlockHash]] = {}
+
+        def names(namespace: Namespace, block_size: int) -> list[BlockHash]:
+            key = (namespace, block_size)
+            if key not in known:
+                known[key] = name_blocks(namespace, self.tenant.key, self.prompt, block_size)
+            return known[key]
+
+        return names

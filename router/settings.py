@@ -1,0 +1,35 @@
+"""What a router is told at start, checked once."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Seconds = Annotated[float, Field(ge=0, le=86_400)]
+
+
+class RouterSettings(BaseModel):
+    """Ports may be 0: the system then chooses, and `on_ready` says what it chose."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "smollm2"  # a preset, a GGUF file, or a Hugging Face folder
+    served_name: Annotated[str, Field(max_length=200)] = ""  # empty: the model's own name
+    host: str = "127.0.0.1"
+    grpc_port: Port = 50051
+    http_port: Port = 8000
+    redis_url: str = "redis://127.0.0.1:6380"
+    key_prefix: Annotated[str, Field(min_length=1, max_length=32)] = "kvferry"
+
+    # Key to the identity it stands for. Empty: everyone is welcome and shares blocks.
+    api_keys: dict[str, Annotated[str, Field(min_length=1, max_length=200)]] = Field(
+        default_factory=dict, repr=False
+    )
+    max_prompt_bytes: Annotated[int, Field(ge=1, le=8 << 20)] = 1 << 20
+    max_concurrent_requests: Count = 256
+    request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    admission_wait_s: Seconds = 2.0  # for a first replica to appear
+    max_pair_attempts: Count = 3  # then decode computes the prompt itself
+    doubt_s: Annotated[float, Field(gt=0, le=60)] = 2.0  # a worker that failed is left out
+    drain_s: Seconds = 10.0  # what runs may finish at SIGTERM

@@ -1,0 +1,113 @@
+import asyncio
+import socket
+
+import grpc
+import httpx
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry, Counter
+
+from engine.request import Admitted, Failed, TokenOutput
+from protos import worker_pb2, worker_pb2_grpc
+from worker.admin import Doors
+from worker.cleanups import Cleanups
+from worker.doors import GrpcDoor
+from worker.errors import CannotStart
+from worker.outputs import Outputs
+from worker.refusal import Context, Refused
+from worker.serving import serve_call
+from worker.settings import WorkerSettings
+from worker.system_server import Probe, SystemServer
+
+
+async def test_outputs_come_in_order_and_a_failure_becomes_a_refusal() -> None:
+    outputs = Outputs(asyncio.get_running_loop())
+    await asyncio.to_thread(outputs.put, Admitted(16))
+    await asyncio.to_thread(outputs.put, TokenOutput(0, 0, 5))
+    await asyncio.to_thread(outputs.put, Failed("RESOURCE_EXHAUSTED", "outgrown"))
+    assert await outputs.take() == Admitted(16)
+    assert await outputs.take() == TokenOutput(0, 0, 5)
+    with pytest.raises(Refused, match="outgrown") as refused:
+        await outputs.take()
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_cleanup_goes_on_when_its_caller_is_cancelled() -> None:
+    cleanups, go_on, ended = Cleanups(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        await go_on.wait()
+        ended.set()
+
+    caller = asyncio.create_task(cleanups.run(work(), "work"))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    assert len(cleanups) == 1
+    go_on.set()
+    await cleanups.drain()
+    assert ended.is_set()
+    assert len(cleanups) == 0
+
+
+async def test_probes_and_metrics_have_a_port_of_their_own() -> None:
+    registry = CollectorRegistry()
+    Counter("steps", "Steps", registry=registry).inc(3)
+    ready = Probe(False, "draining")
+    server = SystemServer("127.0.0.1", 0, lambda: Probe(True), lambda: ready, registry)
+    await server.start()
+    async with httpx.AsyncClient(base_url=f"http://{server.address}") as client:
+        assert (await client.get("/live")).json() == {"ok": True}
+        answer = await client.get("/ready")
+        assert (answer.status_code, answer.json()["reason"]) == (503, "draining")
+        assert "steps_total 3.0" in (await client.get("/metrics")).text
+        assert (await client.head("/metrics")).status_code == 200
+    await server.stop()
+
+
+async def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotStart, match=f"cannot listen on 127.0.0.1:{port}"):
+            await GrpcDoor("127.0.0.1", port, ()).start()
+
+
+class _Refusing(worker_pb2_grpc.DecodeWorkerServicer):
+    async def Decode(self, request: worker_pb2.DecodeRequest, context: Context) -> None:
+        async def events():  # type: ignore[no-untyped-def]
+            yield worker_pb2.DecodeEvent(reserved=worker_pb2.DecodeReserved(cached_blocks=2))
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no blocks", retry_after_s=1.5)
+
+        await serve_call(context, Doors(), request.expected_instance, "i1", events())
+
+
+async def test_a_refusal_carries_its_hint_and_a_replaced_worker_says_so() -> None:
+    door = GrpcDoor("127.0.0.1", 0, ("kvferry.v1.DecodeWorker",))
+    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(_Refusing(), door.server)
+    await door.start()
+    async with grpc.aio.insecure_channel(door.address) as channel:
+        stub = worker_pb2_grpc.DecodeWorkerStub(channel)
+        events = []
+        with pytest.raises(grpc.aio.AioRpcError, match="no blocks") as full:
+            async for event in stub.Decode(worker_pb2.DecodeRequest(expected_instance="i1")):
+                events.append(event)
+        assert events[0].reserved.cached_blocks == 2
+        (detail,) = rpc_status.from_call(full.value).details
+        hint = RetryInfo()
+        assert detail.Unpack(hint)
+        assert hint.retry_delay.ToMilliseconds() == 1500
+        with pytest.raises(grpc.aio.AioRpcError, match="this is instance i1, not i0") as replaced:
+            async for _ in stub.Decode(worker_pb2.DecodeRequest(expected_instance="i0")):
+                pass
+        assert replaced.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    await door.stop()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("name", ""), ("name", "a b"), ("tp", 0), ("block_size", 12), ("wires", ()), ("port", 70_000)],
+)
+def test_settings_out_of_range_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        WorkerSettings.model_validate({"name": "w", field: value})
