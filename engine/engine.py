@@ -373,7 +373,9 @@ class Engine:
 
     def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
         size = self._config.vocab_size
-        if size is not None and not 0 <= min(token_ids) <= max(token_ids) < size:
+        if size is None or not token_ids:
+            return
+        if not 0 <= min(token_ids) <= max(token_ids) < size:
             raise Refused(f"a token id is outside the vocabulary of {size}")
 
     def _check_alive(self) -> None:

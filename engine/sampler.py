@@ -8,7 +8,7 @@ distribution. So a token does not depend on the batch, on preemption, or on whic
 
     logits_RV   R rows of the step, V vocabulary
     draws       a row may serve several: the n choices of a prompt
-    D           draws of one kind, S sorted vocabulary
+    D           draws of one kind, S the likeliest of the vocabulary, likeliest first
 """
 
 from collections import Counter
@@ -22,6 +22,7 @@ from engine.sampling_params import SamplingParams, choice_seed
 from engine.stop_rules import ending_token_ids
 
 _MASK = 2**64 - 1
+_LIKELIEST = 1024  # top-k and top-p seldom reach further; 1.0 ms a row against 7.4 ms to sort all
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,39 +134,61 @@ def _shape(logits_V: Tensor, draw: Draw) -> None:
 def _draw_random(logits_DV: Tensor, draws: Sequence[Draw]) -> list[int]:
     """Draws that are all plain or all filtered, so that a draw's arithmetic is always the same."""
     params = [draw.params for draw in draws]
-    logits_DV = logits_DV.to(torch.float64)
-    logits_DV -= logits_DV.amax(-1, keepdim=True)
-    logits_DV /= _column([p.temperature for p in params], logits_DV)
-    ids_DS: Tensor | None = None
-    if _sorts(params[0]):
-        logits_DV, ids_DS = logits_DV.sort(stable=True, dim=-1, descending=True)
-    weights_DV = logits_DV.exp_()  # the largest is 1, so min-p is a plain threshold
-    weights_DV[weights_DV < _column([p.min_p for p in params], weights_DV)] = 0.0
-    if ids_DS is not None:
-        _filter_sorted(weights_DV, params)
-    cumulative_DV = weights_DV.cumsum(-1)
-    total_D1 = cumulative_DV[:, -1:]
-    noise = [uniform(draw.params.seed, draw.choice, len(draw.output)) for draw in draws]
-    target_D1 = _column(noise, total_D1) * total_D1
-    target_D1 = torch.minimum(target_D1, total_D1.nextafter(torch.zeros_like(total_D1)))
-    places_D1 = torch.searchsorted(cumulative_DV, target_D1, right=True)
-    chosen_D1 = places_D1 if ids_DS is None else ids_DS.gather(1, places_D1)
-    return [int(token_id) for token_id in chosen_D1[:, 0].tolist()]
+    weights_DV = logits_DV.to(torch.float64)
+    weights_DV -= weights_DV.amax(-1, keepdim=True)
+    weights_DV /= _column([p.temperature for p in params], weights_DV)
+    weights_DV.exp_()  # the largest is 1, so min-p is a plain threshold
+    if any(p.min_p for p in params):
+        weights_DV.masked_fill_(weights_DV < _column([p.min_p for p in params], weights_DV), 0.0)
+    noise_D1 = _column([uniform(d.params.seed, d.choice, len(d.output)) for d in draws], weights_DV)
+    if not _sorts(params[0]):
+        return _look_up(weights_DV, noise_D1)[:, 0].tolist()
+    size = weights_DV.shape[-1]
+    tokens_D, certain_D = _draw_filtered(weights_DV, params, noise_D1, min(_LIKELIEST, size))
+    again: list[int] = (~certain_D).nonzero()[:, 0].tolist()
+    if again:
+        rest = [params[number] for number in again]
+        tokens_D[again], _ = _draw_filtered(weights_DV[again], rest, noise_D1[again], size)
+    return tokens_D.tolist()
 
 
-def _filter_sorted(weights_DS: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Zero what top-k and top-p leave out; ties go to the lower token id.
+def _draw_filtered(
+    weights_DV: Tensor, params: Sequence[SamplingParams], noise_D1: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Draw after top-k and top-p, looking at the `count` largest weights only; also say for which
+    draws these were enough. Of equal weights the lower token id comes first.
 
     Top-p keeps the fewest tokens whose share of what top-k and min-p left reaches p.
     """
-    size = weights_DS.shape[-1]
-    ranks_S = torch.arange(size, device=weights_DS.device)
+    size = weights_DV.shape[-1]
+    ids_DS = torch.arange(size, device=weights_DV.device).expand(weights_DV.shape)
+    if count < size:
+        ids_DS = weights_DV.topk(count).indices.sort(-1).values
+    weights_DS, places_DS = weights_DV.gather(1, ids_DS).sort(stable=True, dim=-1, descending=True)
+    least_D1 = weights_DS[:, -1:].clone()
+    ranks_S = torch.arange(count, device=weights_DS.device)
     top_k_D1 = _column([float(p.top_k or size) for p in params], weights_DS)
-    weights_DS[ranks_S >= top_k_D1] = 0.0
+    weights_DS.masked_fill_(ranks_S >= top_k_D1, 0.0)
     cumulative_DS = weights_DS.cumsum(-1)
-    before_DS = cumulative_DS - weights_DS
-    wanted_D1 = _column([p.top_p for p in params], weights_DS) * cumulative_DS[:, -1:]
-    weights_DS[before_DS >= wanted_D1] = 0.0
+    total_D1 = torch.where(top_k_D1 < size, cumulative_DS[:, -1:], weights_DV.sum(-1, keepdim=True))
+    share_D1 = _column([p.top_p if p.top_p < 1.0 else torch.inf for p in params], weights_DS)
+    weights_DS.masked_fill_(cumulative_DS - weights_DS >= share_D1 * total_D1, 0.0)
+    last_D1 = (weights_DS > 0).sum(-1, keepdim=True) - 1
+    enough_D1 = (top_k_D1 <= count) | (top_k_D1 == size)  # or the total is not known
+    enough_D1 &= (weights_DS.gather(1, last_D1) > least_D1) | (least_D1 == 0.0)
+    enough_D1 |= count == size
+    chosen_D1 = places_DS.gather(1, _look_up(weights_DS, noise_D1))
+    return ids_DS.gather(1, chosen_D1)[:, 0], enough_D1[:, 0]
+
+
+def _look_up(weights_DV: Tensor, noise_D1: Tensor) -> Tensor:
+    """The place in each row where the cumulative weight first exceeds this share of the total."""
+    cumulative_DV = weights_DV.cumsum(-1)
+    total_D1 = cumulative_DV[:, -1:]
+    below_D1 = total_D1.nextafter(torch.zeros_like(total_D1))
+    return torch.searchsorted(
+        cumulative_DV, torch.minimum(noise_D1 * total_D1, below_D1), right=True
+    )
 
 
 def _logprobs(

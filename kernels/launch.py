@@ -1,11 +1,8 @@
 """Triton, where there is one for the platform, and which tensors its kernels are launched on."""
 
-from typing import Any
-
 from torch import Tensor
 
-triton: Any
-tl: Any
+__all__ = ["launches", "tl", "triton"]
 
 
 class _Absent:

@@ -55,9 +55,10 @@ def _attend(q_QHD: Tensor, kv_PHCD: Tensor, scale: float) -> Tensor:
     num_heads, context = kv_PHCD.shape[1:3]
     q_HGQD = q_QHD.view(num_queries, num_heads, -1, head_dim).permute(1, 2, 0, 3)
     if num_queries == 1:  # the heads of a group are then alike: queries that see everything
-        k_HCD, v_HCD = kv_PHCD
-        out_HGD = scaled_dot_product_attention(q_HGQD[:, :, 0], k_HCD, v_HCD, scale=scale)
-        return out_HGD.reshape(q_QHD.shape)
+        q_1HGD = q_HGQD[None, :, :, 0]
+        k_1HCD, v_1HCD = kv_PHCD[:, None]
+        out_1HGD = scaled_dot_product_attention(q_1HGD, k_1HCD, v_1HCD, scale=scale)
+        return out_1HGD.reshape(q_QHD.shape)
     k_HGCD, v_HGCD = kv_PHCD[:, :, None].expand(-1, -1, q_HGQD.shape[1], -1, -1)
     hidden = torch.full((num_queries, context), -torch.inf, device=q_QHD.device)
     mask_QC = hidden.triu_(context - num_queries + 1)
@@ -94,8 +95,9 @@ def paged_attention(
     grid = (num_tokens // row_queries + num_sequences, num_kv_heads)
     _paged_attention[grid](
         q_THD, pool_NPHSD, query_starts_S1, context_lens_S, block_tables_SB, out_THD,
-        scale * LOG2_E, num_sequences, block_tables_SB.stride(0), num_kv_heads, num_slots, head_dim,
-        group, group_rows, row_queries, max(16, triton.next_power_of_2(head_dim)), TILE,
+        scale * LOG2_E, num_sequences, block_tables_SB.stride(0), num_kv_heads,
+        num_slots, head_dim, group, group_rows, row_queries,
+        max(16, triton.next_power_of_2(head_dim)), TILE,
         tl.float32 if triton.knobs.runtime.interpret else DOT_DTYPES[pool_NPHSD.dtype],
         num_warps=4 if most_rows == DECODE_ROWS else 8,
         num_stages=1 if pool_NPHSD.dtype == torch.float32 else 2,
@@ -117,9 +119,9 @@ DOT_DTYPES = {  # the interpreter multiplies bfloat16 as if it were integers
 @triton.jit
 def _paged_attention(  # type: ignore[no-untyped-def]
     q, pool, query_starts, context_lens, block_tables, out,
-    scale_log2, num_sequences, table_stride, num_kv_heads, num_slots, head_dim,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr, DOT: tl.constexpr,
+    scale_log2, num_sequences, table_stride, num_kv_heads,
+    num_slots: tl.constexpr, head_dim: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    QUERIES: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     # Sequence s owns the programs from query_starts[s] // QUERIES + s on: more than it fills.
     program = tl.program_id(0)

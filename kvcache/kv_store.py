@@ -91,6 +91,7 @@ class KvStore:
         Raises ValueError when `cells` is not exactly as many bytes as that.
         """
         pool_NPHSD = self._layers[layer]
+        runs = self._local_runs(heads)
         num_planes, _, *slots = pool_NPHSD.shape[1:]
         shape = (len(block_ids), len(heads), num_planes, *slots)
         raw = np.frombuffer(cells, dtype=np.uint8)
@@ -105,24 +106,17 @@ class KvStore:
         cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape).to(pool_NPHSD.device)
         block_ids_B = self._ids(block_ids)
         taken = 0
-        for lo, hi in self._local_runs(heads):
+        for lo, hi in runs:
             run_BHPSD = cells_BHPSD[:, taken : taken + hi - lo].contiguous()
             scatter_cells(run_BHPSD, pool_NPHSD, block_ids_B, lo)
             taken += hi - lo
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block `src` to block `dst` for each (src, dst), in every layer.
-
-        No block may be written twice, nor written and read: a copy on write never does.
-        """
-        if not pairs:
-            return
-        sources, targets = zip(*pairs, strict=True)
-        assert len(set(targets)) == len(targets), f"a block is written twice: {pairs}"
-        assert set(targets).isdisjoint(sources), f"a block is read and written: {pairs}"
-        src_C, dst_C = self._ids(sources), self._ids(targets)
-        for pool_NPHSD in self._layers.values():
-            copy_blocks(pool_NPHSD, src_C, dst_C)
+        """Copy block `src` to block `dst` for each (src, dst) in turn, in every layer."""
+        for run in _independent_runs(pairs):
+            src_C, dst_C = (self._ids(block_ids) for block_ids in zip(*run, strict=True))
+            for pool_NPHSD in self._layers.values():
+                copy_blocks(pool_NPHSD, src_C, dst_C)
 
     def poison(self) -> None:
         """Fill every slot with what no one may read: NaN, or a telling number where there is none.
@@ -154,6 +148,24 @@ class KvStore:
                 runs.append((local, local + 1))
         assert runs, "no heads asked for"
         return runs
+
+
+def _independent_runs(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """`pairs` in order, cut wherever one writes what its run read or wrote, or reads its writes.
+
+    It happens when a block is let go and taken again while one step is planned.
+    """
+    runs: list[list[tuple[int, int]]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for src, dst in pairs:
+        if not runs or src in written or dst in written or dst in read:
+            runs.append([])
+            read, written = set(), set()
+        runs[-1].append((src, dst))
+        read.add(src)
+        written.add(dst)
+    return runs
 
 
 def _pool_shape(

@@ -36,13 +36,10 @@ class ControlMarks:
             if index % 2 or piece
         ]
 
-    def named_in(self, parts: Iterable[Part]) -> bool:
-        """Whether a name still stands in the text between the marks."""
-        return any(isinstance(part, str) and self._name_pattern.search(part) for part in parts)
-
-    def broken(self, text: str, shadow: "Shadow") -> str:
-        """The text with the first character of every control token named in it covered."""
-        return self._name_pattern.sub(lambda match: shadow.cover(match[0][0]) + match[0][1:], text)
+    def names_in(self, parts: Iterable[Part]) -> set[str]:
+        """The names that still stand in the text between the marks."""
+        texts = (part for part in parts if isinstance(part, str))
+        return {name for text in texts for name in self._name_pattern.findall(text)}
 
     def shadow(self, texts: Iterable[str]) -> "Shadow":
         """Stand-ins for the characters of these texts."""
@@ -72,3 +69,9 @@ class Shadow:
 
     def uncover(self, text: str) -> str:
         return text.translate(self._uncover)
+
+    def broken(self, text: str, words: Iterable[str]) -> str:
+        """The text with the first character of each of these words covered."""
+        for word in sorted(words, key=len, reverse=True):
+            text = text.replace(word, self.cover(word[0]) + word[1:])
+        return text

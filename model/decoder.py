@@ -20,6 +20,7 @@ from kvcache.spec import CacheSpec
 from model.batch import Batch
 from model.comm import Comm
 from model.config import DecoderConfig
+from model.layers import linear
 from model.model import OnLayer
 from model.rope import rotate, rotation
 from model.shard import Shard, split
@@ -65,9 +66,7 @@ class Decoder:
         rope = (cos_T1D.to(x_TE.dtype), sin_T1D.to(x_TE.dtype))
         for number, layer in enumerate(weights.layers):
             pool_NPHSD = store.layer(number)
-            q_THD = self._write(
-                layer, self._norm(x_TE, layer.attention_norm_E), rope, batch, pool_NPHSD
-            )
+            q_THD = self._write(layer, layer.attention_norm(x_TE), rope, batch, pool_NPHSD)
             on_layer(number)
             a_TE = self._attend(q_THD, batch, pool_NPHSD).flatten(1)
             if number == len(weights.layers) - 1:  # nothing reads the other rows any more
@@ -76,7 +75,7 @@ class Decoder:
                     return self._no_logits(x_TE)
             x_TE = self._add(x_TE, linear(a_TE, layer.o_EHD), layer.o_bias_E)
             x_TE = self._add(x_TE, self._mlp(layer, x_TE), layer.down_bias_E)
-        logits_RV = linear(self._norm(x_TE, weights.final_norm_E), weights.lm_head_VE).float()
+        logits_RV = linear(weights.final_norm(x_TE), weights.lm_head_VE).float()
         parts = self._comm.gather_to_0(logits_RV, self._vocabulary_widths)
         return None if parts is None else torch.cat(parts, dim=1)
 
@@ -106,8 +105,8 @@ class Decoder:
         qkv_T = linear(h_TE, layer.qkv_QDE, layer.qkv_bias_QD)
         qkv_THD = qkv_T.view(len(h_TE), num_query + 2 * num_kv, width)
         qk_THD, v_THD = qkv_THD[:, : num_query + num_kv], qkv_THD[:, num_query + num_kv :]
-        if layer.qk_norm_HD is not None:
-            qk_THD = F.rms_norm(qk_THD, (width,), None, self.config.rms_norm_eps) * layer.qk_norm_HD
+        if layer.qk_norm is not None:
+            qk_THD = layer.qk_norm(qk_THD)
         qk_THD = rotate(qk_THD, *rope)
         k_THD = qk_THD[:, num_query:]
         dtype = pool_NPHSD.dtype
@@ -125,13 +124,10 @@ class Decoder:
         )
 
     def _mlp(self, layer: LayerWeights, x_TE: Tensor) -> Tensor:
-        h_TE = self._norm(x_TE, layer.mlp_norm_E)
+        h_TE = layer.mlp_norm(x_TE)
         gate_up_TM = linear(h_TE, layer.gate_up_ME, layer.gate_up_bias_M)
         width = gate_up_TM.shape[1] // 2
         return linear(F.silu(gate_up_TM[:, :width]).mul_(gate_up_TM[:, width:]), layer.down_EM)
-
-    def _norm(self, x_TE: Tensor, weight_E: Tensor) -> Tensor:
-        return F.rms_norm(x_TE, x_TE.shape[-1:], weight_E, self.config.rms_norm_eps)
 
     def _add(self, x_TE: Tensor, h_TE: Tensor, bias_E: Tensor | None) -> Tensor:
         """A row-parallel product summed into the residual stream, in place; its bias only once."""
@@ -139,20 +135,3 @@ class Decoder:
         if bias_E is not None:
             x_TE += bias_E
         return x_TE
-
-
-FEWEST_TURNED = 4  # rows: see `linear`
-MOST_TURNED = 48
-
-
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`F.linear`, the product turned round where MKL is faster so.
-
-    Measured on 2 cores of an AMD EPYC (AVX2), fp32, all matrices of SmolLM2-135M: 1 to 3 rows
-    23 to 27 ms as they are, 24 to 47 turned; 4 rows 56 and 47, 8 rows 69 and 48, 16 rows 115 and
-    48; from 64 rows on as they are is faster. On one core the two are within 10 % of each other.
-    """
-    if x_TI.is_cuda or not FEWEST_TURNED <= len(x_TI) <= MOST_TURNED:
-        return F.linear(x_TI, weight_OI, bias_O)
-    out_TO = (weight_OI @ x_TI.t()).t().contiguous()
-    return out_TO if bias_O is None else out_TO.add_(bias_O)

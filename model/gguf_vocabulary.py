@@ -2,7 +2,9 @@
 
 Two families of vocabulary serve the models we run. `gpt2`: byte-level BPE, merges listed in the
 file. `llama`: SentencePiece's BPE, where a piece's score is the rank of the merge that makes it,
-spaces are written as a low block, and what no piece covers falls back to one piece per byte.
+spaces are written as a low block, and what no piece covers falls back to one piece per byte. In a
+`llama` vocabulary a space goes before the text and, as llama.cpp reads such files and as Llama 2
+was trained, before what follows a control token.
 """
 
 import math
@@ -62,15 +64,26 @@ class _Tokens:
         ends += [i for i in named if i is not None and self.types[i] == TokenType.CONTROL]
         self.eos = tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
 
-    def added(self) -> list[AddedToken]:
-        """What is matched whole: control tokens, and tokens that the model's makers added."""
-        special = {TokenType.CONTROL, TokenType.UNKNOWN}
-        roles = {self.bos, self.unk, self.pad, *self.eos}
-        return [
-            AddedToken(token_id, name, special=token_id in roles or kind in special)
-            for token_id, (name, kind) in enumerate(zip(self.names, self.types, strict=True))
-            if name and (token_id in roles or kind in special or kind == TokenType.USER_DEFINED)
-        ]
+    def added(self, merges: list[list[str]]) -> list[AddedToken]:
+        """What is matched whole: control tokens, and tokens that the model's makers added.
+
+        A file may forget to type the tokens that begin and end a text as control tokens, or use
+        an ordinary one for them; those that no text is made of are control tokens.
+        """
+        ordinary = {left + right for left, right in merges}
+        unmade = {
+            token_id
+            for token_id in (self.bos, *self.eos)
+            if token_id is not None
+            and len(self.names[token_id]) > 1
+            and self.names[token_id] not in ordinary
+        }
+        added = []
+        for token_id, (name, kind) in enumerate(zip(self.names, self.types, strict=True)):
+            special = kind in (TokenType.CONTROL, TokenType.UNKNOWN) or token_id in unmade
+            if special or kind == TokenType.USER_DEFINED:
+                added.append(AddedToken(token_id, name, special))
+        return added
 
     def _role(self, fields: Fields, name: str) -> int | None:
         key = f"tokenizer.ggml.{name}"
@@ -107,7 +120,7 @@ def _byte_level_vocabulary(fields: Fields, tokens: _Tokens) -> Vocabulary:
         normalizer=rule.normalizer,
         pre_tokenizer=rule.pre_tokenizer,
         decoder=byte_level(splits_words=True),
-        added=tokens.added(),
+        added=tokens.added(merges),
     )
     return _vocabulary(fields, tokens, written, adds_bos=rule.adds_bos)
 
@@ -126,7 +139,7 @@ def _piece_vocabulary(fields: Fields, tokens: _Tokens) -> Vocabulary:
         model=bpe_model(tokens.vocab, merges, unk_token=unk, byte_fallback=True),
         normalizer=_visible_spaces(prefix),
         decoder=_from_pieces(prefix),
-        added=tokens.added(),
+        added=tokens.added(merges),
     )
     return _vocabulary(fields, tokens, written, adds_bos=True)
 

@@ -5,13 +5,14 @@ chat template; `generation_config.json` may list more tokens that end a text.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer as Codec
 
 from model.errors import BadModelFile
 from model.fields import Fields
-from model.vocabulary import Json, Vocabulary
+from model.vocabulary import AddedToken, Json, Vocabulary, merged_tokens
 
 
 def read_hf_vocabulary(folder: Path) -> Vocabulary:
@@ -24,7 +25,7 @@ def read_hf_vocabulary(folder: Path) -> Vocabulary:
     config = _read_json(folder / "special_tokens_map.json", optional=True) | config
     codec = _codec(path, written)
     roles = {role: _role(codec, config, role, path) for role in ("bos", "eos", "unk", "pad")}
-    _seal_roles(written, codec, [token_id for token_id in roles.values() if token_id is not None])
+    _mark_roles(written, codec, (role for role in roles.values() if role is not None))
     generation = Fields(
         str(folder / "generation_config.json"),
         _read_json(folder / "generation_config.json", optional=True),
@@ -74,18 +75,22 @@ def _role(codec: Codec, config: Json, role: str, path: Path) -> int | None:
     return token_id
 
 
-def _seal_roles(written: Json, codec: Codec, role_ids: list[int]) -> None:
-    """Make control tokens of all that have a role, and match every one in the text as written."""
+def _mark_roles(written: Json, codec: Codec, role_ids: Iterable[int]) -> None:
+    """Make control tokens of those with a role, and match every control token as it is written.
+
+    An ordinary token may have a role too (`!` as the padding, say), and stays ordinary.
+    """
     added = written.setdefault("added_tokens", [])
-    assert isinstance(added, list)
+    model = written.get("model")
+    assert isinstance(added, list) and isinstance(model, dict)
     known = {token["id"]: token for token in added}
+    ordinary = merged_tokens(model) if model.get("type") == "BPE" else set(model.get("vocab", ()))
     for token_id in dict.fromkeys(role_ids):
+        content = codec.id_to_token(token_id) or ""
         if token_id in known:
             known[token_id]["special"] = True
-        else:
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            content = codec.id_to_token(token_id)
-            added.append({"id": token_id, "content": content, "special": True, **flags})
+        elif len(content) > 1 and content not in ordinary:
+            added.append(AddedToken(token_id, content, special=True).to_json())
     for token in added:
         token["normalized"] = token["normalized"] and not token["special"]
     added.sort(key=lambda token: token["id"])

@@ -32,6 +32,7 @@ from model.vocabulary import (
     byte_level,
     byte_spelling,
     document,
+    merge_pair,
 )
 
 NAME_MARK = "\uf8f0"  # private use: no vocabulary and no normalizer knows it
@@ -136,18 +137,20 @@ class Tokenizer:
 
         `add_bos` puts BOS in front if, and only if, the model expects a prompt to begin with it.
         """
-        ids = self._encode(self._sealed, text)
+        check_text(text)
+        ids = _encoded(self._sealed, text)
         return [*self._bos(), *ids] if add_bos else ids
 
     def encode_special(self, text: str) -> list[int]:
         """Control tokens named in the text are recognised: for text that we wrote ourselves."""
-        return self._encode(self._codec, text)
+        check_text(text)
+        return _encoded(self._codec, text)
 
     def encode_scaffold(self, parts: Iterable[str | Control]) -> list[int]:
         """Plain text with control tokens only where a `Control` stands."""
-        return self._encode(self._sealed, "".join(map(self._written, parts)))
+        return _encoded(self._sealed, "".join(map(self._written, parts)))
 
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         stream = Detokenizer(self, skip_special=skip_special)
         return stream.push(token_ids) + stream.flush()
 
@@ -180,19 +183,16 @@ class Tokenizer:
         bos = self._vocabulary.bos_token_id
         return [bos] if self._vocabulary.adds_bos and bos is not None else []
 
-    def _encode(self, codec: Codec, text: str) -> list[int]:
-        check_text(text)
-        ids: list[int] = codec.encode(text, add_special_tokens=False).ids
-        return ids
-
     def _written(self, part: str | Control) -> str:
-        return self._secret_names[part.name] if isinstance(part, Control) else part
+        if isinstance(part, Control):
+            return self._secret_names[part.name]
+        check_text(part)
+        return part
 
     def _id(self, name: str) -> int:
         token_id = self.token_id(name)
-        assert (
-            token_id is not None and self._sealed.token_to_id(self._secret_names[name]) == token_id
-        ), name
+        sealed_id = self._sealed.token_to_id(self._secret_names[name])
+        assert token_id is not None and sealed_id == token_id, name
         return token_id
 
 
@@ -249,6 +249,11 @@ def text_from_utf8(data: bytes) -> str:
         raise InvalidText(f"byte {error.start} ({broken}) is not UTF-8: {error.reason}") from None
 
 
+def _encoded(codec: Codec, text: str) -> list[int]:
+    ids: list[int] = codec.encode(text, add_special_tokens=False).ids
+    return ids
+
+
 def _codec(written: Json, origin: str) -> Codec:
     try:
         return Codec.from_str(json.dumps(written))
@@ -263,28 +268,44 @@ def _added(written: Json) -> list[dict[str, Any]]:
 
 
 def _secret_names(written: Json) -> dict[str, str]:
-    """One for each control token: none begins another, and none can be guessed."""
+    """One for each control token: none begins another, and none can be guessed.
+
+    A single character of the model's alphabet is never one: without it, text could not be spelled.
+    """
     nonce = secrets.token_hex(16)
+    alphabet = {token for token in _model(written)["vocab"] if len(token) == 1}
     names = [token["content"] for token in _added(written) if token["special"]]
-    return {name: f"{NAME_MARK}{nonce}{index:06d}" for index, name in enumerate(names)}
+    sealed = [name for name in dict.fromkeys(names) if name not in alphabet]
+    return {name: f"{NAME_MARK}{nonce}{index:06d}" for index, name in enumerate(sealed)}
 
 
 def _sealed(written: Json, secret_names: dict[str, str]) -> Json:
     """The same vocabulary with its control tokens under other names, each with its own id."""
-    model = written["model"]
-    assert isinstance(model, dict)
+    model = dict(_model(written))
     vocab = model["vocab"]
-    renamed: object
     if isinstance(vocab, dict):
-        renamed = {secret_names.get(token, token): token_id for token, token_id in vocab.items()}
+        model["vocab"] = {secret_names.get(token, token): i for token, i in vocab.items()}
     else:  # Unigram lists its pieces with their scores
-        renamed = [[secret_names.get(token, token), score] for token, score in vocab]
+        model["vocab"] = [[secret_names.get(token, token), score] for token, score in vocab]
+    if "merges" in model:
+        model["merges"] = [each for each in model["merges"] if _is_plain(each, secret_names)]
     unk = model.get("unk_token")
+    if isinstance(unk, str):
+        model["unk_token"] = secret_names.get(unk, unk)
     added = [
         token | {"content": secret_names.get(token["content"], token["content"])}
         for token in _added(written)
     ]
-    sealed_model = model | {"vocab": renamed}
-    if unk is not None:
-        sealed_model["unk_token"] = secret_names.get(unk, unk)
-    return written | {"model": sealed_model, "added_tokens": added, "post_processor": None}
+    return written | {"model": model, "added_tokens": added, "post_processor": None}
+
+
+def _is_plain(merge: object, secret_names: dict[str, str]) -> bool:
+    """Whether a merge neither uses nor makes a control token."""
+    left, right = merge_pair(merge)
+    return not any(token in secret_names for token in (left, right, left + right))
+
+
+def _model(written: Json) -> dict[str, Any]:
+    model = written["model"]
+    assert isinstance(model, dict)
+    return model

@@ -100,3 +100,19 @@ def byte_spelling() -> dict[int, str]:
     hidden = [byte for byte in range(256) if byte not in spelling]
     spelling.update({byte: chr(0x100 + index) for index, byte in enumerate(hidden)})
     return spelling
+
+
+def merge_pair(merge: object) -> tuple[str, str]:
+    """The two tokens of a merge, which a `tokenizer.json` writes as a list or with a space."""
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else list_of(merge)
+    return str(left), str(right)
+
+
+def list_of(value: object) -> list[object]:
+    """A JSON list, or an empty one where there is none."""
+    return value if isinstance(value, list) else []
+
+
+def merged_tokens(model: Json) -> set[str]:
+    """The tokens that a byte-pair model makes of others, and so of ordinary text."""
+    return {"".join(merge_pair(merge)) for merge in list_of(model.get("merges"))}

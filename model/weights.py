@@ -17,6 +17,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from model.config import DecoderConfig
+from model.layers import RmsNorm
 from model.rope import inverse_frequencies
 from model.shard import Shard
 from model.stored_tensor import RawBytes, StoredTensor, TensorBytes
@@ -34,13 +35,13 @@ CHUNK_VALUES = 1 << 24  # dequantised at a time: 64 MiB of fp32
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attention_norm_E: Tensor
+    attention_norm: RmsNorm
     qkv_QDE: Tensor  # as a matrix: [Q * D, E]
     qkv_bias_QD: Tensor | None
-    qk_norm_HD: Tensor | None  # q's weight for each query head, then k's for each KV head
+    qk_norm: RmsNorm | None  # q's weight for each query head, then k's for each KV head
     o_EHD: Tensor  # as a matrix: [E, H * D]
     o_bias_E: Tensor | None
-    mlp_norm_E: Tensor
+    mlp_norm: RmsNorm
     gate_up_ME: Tensor  # [2 * M, E]
     gate_up_bias_M: Tensor | None
     down_EM: Tensor
@@ -51,7 +52,7 @@ class LayerWeights:
 class DecoderWeights:
     embedding_VE: Tensor
     lm_head_VE: Tensor  # the embedding itself when tied
-    final_norm_E: Tensor
+    final_norm: RmsNorm
     layers: tuple[LayerWeights, ...]
     frequencies_F: Tensor  # of rope, fp32
 
@@ -76,7 +77,7 @@ def read_weights(
     return DecoderWeights(
         embedding_VE=embedding_VE,
         lm_head_VE=lm_head_VE,
-        final_norm_E=reader.whole("final_norm", None),
+        final_norm=reader.norm("final_norm", None),
         layers=tuple(reader.layer(layer) for layer in range(config.num_layers)),
         frequencies_F=inverse_frequencies(config, rope_freqs_F).to(device),
     )
@@ -105,18 +106,21 @@ class _Reader:
         mlp, mlp_rows = ["gate", "up"], [shard.middle, shard.middle]
         qkv_bias, mlp_bias = ["q_bias", "k_bias", "v_bias"], ["gate_bias", "up_bias"]
         return LayerWeights(
-            attention_norm_E=self.whole("attention_norm", layer),
+            attention_norm=self.norm("attention_norm", layer),
             qkv_QDE=self.rows(qkv, layer, qkv_rows),
             qkv_bias_QD=self.rows(qkv_bias, layer, qkv_rows) if config.attention_bias else None,
-            qk_norm_HD=self._qk_norm(layer) if config.qk_norm else None,
+            qk_norm=self._qk_norm(layer) if config.qk_norm else None,
             o_EHD=self._columns("o", layer, shard.query_rows),
             o_bias_E=self.whole("o_bias", layer) if config.output_bias else None,
-            mlp_norm_E=self.whole("mlp_norm", layer),
+            mlp_norm=self.norm("mlp_norm", layer),
             gate_up_ME=self.rows(mlp, layer, mlp_rows),
             gate_up_bias_M=self.rows(mlp_bias, layer, mlp_rows) if config.mlp_bias else None,
             down_EM=self._columns("down", layer, shard.middle),
             down_bias_E=self.whole("down_bias", layer) if config.mlp_bias else None,
         )
+
+    def norm(self, role: str, layer: int | None) -> RmsNorm:
+        return RmsNorm(self.whole(role, layer), self._config.rms_norm_eps)
 
     def whole(self, role: str, layer: int | None) -> Tensor:
         stored = self._tensors.of(role, layer)
@@ -161,14 +165,13 @@ class _Reader:
         self.fill(out, stored, cols=cols)
         return out
 
-    def _qk_norm(self, layer: int) -> Tensor:
+    def _qk_norm(self, layer: int) -> RmsNorm:
         width = self._config.head_dim
-        q_D, k_D = self.whole("q_norm", layer), self.whole("k_norm", layer)
-        num_query, num_kv = (
-            len(self._shard.query_rows) // width,
-            len(self._shard.kv_rows) // width,
+        heads = (
+            self.whole("q_norm", layer).expand(len(self._shard.query_rows) // width, -1),
+            self.whole("k_norm", layer).expand(len(self._shard.kv_rows) // width, -1),
         )
-        return torch.cat([q_D.expand(num_query, -1), k_D.expand(num_kv, -1)])
+        return RmsNorm(torch.cat(heads), self._config.rms_norm_eps)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)

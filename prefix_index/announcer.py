@@ -114,10 +114,7 @@ class Announcer:
         """Do what is due, and return the seconds until the next step."""
         self._absorb()
         try:
-            if self.state is AnnouncerState.OUTSIDE:
-                await self._enter()
-            await self._publish_pending()
-            await self._heartbeat_if_due()
+            await self._do_what_is_due()
             self._say_reachable(True)
         except IndexUnavailable as error:
             self.num_failures += 1
@@ -130,6 +127,17 @@ class Announcer:
             self.state = AnnouncerState.FENCED
             log.error("worker_fenced", worker=self.record.name, reason=str(error))
         return self._publish_s
+
+    async def _do_what_is_due(self) -> None:
+        try:
+            if self.state is AnnouncerState.OUTSIDE:
+                await self._enter()
+            await self._publish_pending()
+        except IndexUnavailable:
+            # A full Redis refuses news, yet renews leases; what it holds nobody can tell now.
+            await self._heartbeat_if_due(compare=False)
+            raise
+        await self._heartbeat_if_due()
 
     def _absorb(self) -> None:
         """Take the pool's news. While the set is unknown its events say nothing."""
@@ -179,14 +187,15 @@ class Announcer:
                 self._pending.popleft()
             await self._heartbeat_if_due()
 
-    async def _heartbeat_if_due(self) -> None:
-        """Only after a publish that was answered: before, nobody knows what the index holds."""
+    async def _heartbeat_if_due(self, *, compare: bool = True) -> None:
         if self._clock.now() < self._heartbeat_due:
             return
         held = await self._index.heartbeat(
             self.record.name, self.record.epoch, self._load, self._lease_s
         )
         self._heartbeat_due = self._clock.now() + self._heartbeat_s
+        if not compare:
+            return
         if held is None:
             raise OutOfStep("the index does not know this worker")
         if held != self._acknowledged:

@@ -27,9 +27,9 @@ from prefix_index.index import (
     EntriesPublished,
     Fingerprint,
     IndexUnavailable,
-    Member,
     OutOfStep,
     PrefixIndex,
+    Residency,
     Stored,
     Survey,
     WorkerGone,
@@ -167,26 +167,29 @@ class Mirror:
             if view is None or view.record.epoch != member.record.epoch:
                 view = self._begin(member.record)
                 await self._reload(view)
-            else:
-                view.record = member.record
-                view.missing_since = math.inf
-                await self._compare_entries(view, member)
+            view.record = member.record
+            view.missing_since = math.inf
+            await self._compare_entries(view, member.residency)
         for name in self._views.keys() - survey.members.keys():
             self._miss(self._views[name], expired=name in survey.expired)
 
-    async def _compare_entries(self, view: _View, member: Member) -> None:
-        theirs = member.residency
-        if view.sequence > theirs.sequence or view.sequence < view.must_reach:
-            self.counts.gaps += 1
+    async def _compare_entries(self, view: _View, theirs: Residency) -> None:
+        if self._is_behind_or_astray(view, theirs):
             await self._reload(view)
-        elif view.sequence == theirs.sequence and view.sequence >= view.settled:
-            if view.fingerprint == theirs.fingerprint:
-                return
-            if view.exact_at == view.sequence:
-                await self._doubt(view)
-            else:
-                await self._reload(view)
+        is_exact = view.exact_at == view.sequence == theirs.sequence
+        if is_exact and view.fingerprint != theirs.fingerprint:
+            await self._doubt(view)
         view.must_reach = theirs.sequence
+
+    def _is_behind_or_astray(self, view: _View, theirs: Residency) -> bool:
+        """A number that was not reached within a survey, one that was taken back, or other blocks.
+
+        Whoever has just read the entries as they are is neither: then it is the index that errs.
+        """
+        if view.sequence != theirs.sequence:
+            return view.sequence > theirs.sequence or view.sequence < view.must_reach
+        differs = view.sequence >= view.settled and view.fingerprint != theirs.fingerprint
+        return differs and view.exact_at != view.sequence
 
     def _miss(self, view: _View, *, expired: bool) -> None:
         now = self._clock.now()

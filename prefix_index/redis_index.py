@@ -275,9 +275,10 @@ class RedisIndex:
         return Holdings(before.epoch, before.sequence, after.sequence, frozenset(names))
 
     async def follow(self, cursor: Cursor, wait_s: float) -> Changes:
-        limits = ("COUNT", MAX_ENTRIES_A_READ, "BLOCK", max(1, int(wait_s * 1000)))
+        block = ("BLOCK", max(1, int(wait_s * 1000))) if wait_s > 0 else ()
+        after = f"{cursor[0]}-{cursor[1]}"
         (reply,) = await self._stream_link.exchange(
-            ("XREAD", *limits, "STREAMS", self._keys.events, f"{cursor[0]}-{cursor[1]}"),
+            ("XREAD", "COUNT", MAX_ENTRIES_A_READ, *block, "STREAMS", self._keys.events, after),
             wait_s=wait_s,
         )
         if isinstance(reply, ResponseError):

@@ -10,6 +10,7 @@ a server that hangs is asked now and then by one caller instead of waited for by
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -52,7 +53,7 @@ class RedisLink:
         self._num_waiting = 0
         self._watching = False
         self._pause_s = 0.0
-        self._retry_at = 0.0
+        self._retry_at = -math.inf
         self._last_reason = ""
 
     async def exchange(self, *commands: Command, wait_s: float = 0.0) -> list[Reply]:

@@ -28,6 +28,15 @@ from prefix_index.index import (
 )
 from prefix_index.redis_link import Reply
 
+# Every command that the index sends: an ACL needs to allow no other.
+COMMANDS = (
+    *("PING", "TIME", "WATCH", "MULTI", "EXEC"),
+    *("GET", "SET", "INCR", "EXPIRE", "PEXPIRE", "UNLINK"),
+    *("HSET", "HMGET", "HDEL", "HLEN", "HSCAN"),
+    *("SADD", "SREM", "SMEMBERS"),
+    *("XADD", "XREAD", "XREVRANGE"),
+)
+
 VERSION = 1
 TIER = b"g"  # the value of an entry: which of the worker's caches holds the block
 MAX_NAME_BYTES = 255

@@ -14,11 +14,12 @@ import grpc
 from engine.clock import Clock
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
+from router.doubts import Party
 from router.errors import TimedOut
-from router.fleet import Booking, Party
 from router.journey import Journey
 from router.legs import Ended, Legs, Role, Said, Work
 from router.transcript import Transcript
+from router.worker import Booking
 
 GRACE_S = 0.25  # a killed process's peers notice within 20 ms on one host; leave room for load
 LAST_WORDS_S = 0.5

@@ -9,7 +9,7 @@ Everything booked on a worker is booked and returned here, and `check()` proves 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc.aio
@@ -19,11 +19,12 @@ from engine.clock import Clock
 from kvcache.block_hash import BlockHash, Namespace
 from prefix_index.index import Load, Manifest, Role, WorkerRecord
 from router import policy
+from router.doubts import Doubts, Party
+from router.worker import Booking, Worker
 
 NO_SPEED_YET_MS = 1.0  # per prompt token, until a worker has measured its own
 BYTES_PER_VALUE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 PLANES = 2  # K and V
-LONGEST_DOUBT_S = 60.0
 
 
 class Mirrors(Protocol):
@@ -34,67 +35,7 @@ class Mirrors(Protocol):
     def longest(self, names: Sequence[bytes]) -> Mapping[str, int]: ...
 
 
-class Loses(Protocol):
-    """Something that stands or falls with a worker's life."""
-
-    def lose(self, reason: str) -> None: ...
-
-
 BlockNames = Callable[[Namespace, int], Sequence[BlockHash]]
-Party = str | tuple[str, str]  # an instance, or a (prefill, decode) pair of instances
-
-
-@dataclass(slots=True)
-class Doubt:
-    until: float
-    since: float
-    reason: str
-    strikes: int
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One life of one worker, as this router knows it."""
-
-    record: WorkerRecord
-    channel: grpc.aio.Channel
-    unfit: str  # why it can never serve our model; empty when it can
-    booked_tokens: int = 0  # ours, on their way or waiting there
-    booked_requests: int = 0
-    foreign_tokens: int = 0  # what it reported beyond ours: other routers' work
-    legs: set[Loses] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        return self.record.name
-
-    @property
-    def connected(self) -> bool:
-        """False once the peer has closed or refused the connection, as a dead process does."""
-        return self.channel.get_state() is grpc.ChannelConnectivity.READY
-
-    def renew(self, record: WorkerRecord) -> None:
-        if record.load != self.record.load:
-            self.foreign_tokens = max(0, record.load.queued_tokens - self.booked_tokens)
-        self.record = record
-
-
-@dataclass(slots=True, eq=False)
-class Booking:
-    """What one attempt adds to its workers' queues until it returns it."""
-
-    computing: Worker
-    streaming: Worker
-    tokens: int
-
-    def computed(self) -> None:
-        """The prompt is computed; safe to say twice."""
-        self.computing.booked_tokens -= self.tokens
-        self.tokens = 0
-
-    def close(self) -> None:
-        self.computed()
-        self.streaming.booked_requests -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +43,7 @@ class Snapshot:
     """The fleet as one decision sees it, and the workers its names stand for."""
 
     prompt: policy.Prompt
-    fleet: policy.Fleet
+    replicas: policy.Replicas
     prefills: Mapping[str, Worker]
     decodes: Mapping[str, Worker]
     best_match: int  # blocks that some usable worker holds
@@ -111,7 +52,7 @@ class Snapshot:
 class Fleet:
     """`unfit` says why a manifest can never serve this router's model; `connect` opens a channel.
 
-    A worker that failed is left out for `doubt_s`, then for twice as long, and so on.
+    Who failed is left out for `doubt_s` at first: see `doubts`.
     """
 
     def __init__(
@@ -128,10 +69,9 @@ class Fleet:
         self._connect = connect
         self._clock = clock
         self._log = log
-        self._doubt_s = doubt_s
+        self.doubts = Doubts(clock, doubt_s)
         self._workers: dict[str, Worker] = {}  # by instance
         self._leaving: list[grpc.aio.Channel] = []
-        self._doubts: dict[Party, Doubt] = {}  # by instance, or pair of instances
         self._link_bytes_per_ms: dict[tuple[str, str], float] = {}  # by pair of instances
 
     async def run(self, every_s: float = 0.25) -> None:
@@ -170,7 +110,7 @@ class Fleet:
         decodes = [each for each in self._workers.values() if each.record.role is Role.DECODE]
         if not decodes:
             return "no decode replica is live"
-        reasons = [self._refusal(worker, {}) for worker in decodes]
+        reasons = [_standing(worker) for worker in decodes]
         if not all(reasons):
             return ""
         return "; ".join(f"{each.name} {why}" for each, why in zip(decodes, reasons, strict=True))
@@ -200,6 +140,8 @@ class Fleet:
         key: bytes,
         names: BlockNames,
         without: Mapping[Party, str] | None = None,
+        *,
+        trusting: bool = False,
     ) -> Snapshot:
         """What `policy.choose` needs. `without` excludes parties, each with a reason."""
         self.refresh()
@@ -208,13 +150,13 @@ class Fleet:
         decodes = {each.name: each for each in self._of(Role.DECODE)}
         shape = _shape([*decodes.values(), *prefills.values()])
         matched = self._matches(names)
-        replicas = {
+        seen = {
             worker.record.instance: self._replica(worker, shape, matched, without)
             for worker in self._workers.values()
         }
-        fleet = policy.Fleet(
-            prefills=[replicas[each.record.instance] for each in prefills.values()],
-            decodes=[replicas[each.record.instance] for each in decodes.values()],
+        replicas = policy.Replicas(
+            prefills=[seen[each.record.instance] for each in prefills.values()],
+            decodes=[seen[each.record.instance] for each in decodes.values()],
             refused_pairs=self._refused_pairs(prefills, decodes, without),
             link_bytes_per_ms={
                 (p.name, d.name): self._link_bytes_per_ms[pair]
@@ -223,10 +165,10 @@ class Fleet:
                 if (pair := (p.record.instance, d.record.instance)) in self._link_bytes_per_ms
             },
         )
-        usable = [each.matched_blocks for each in replicas.values() if not each.refused]
+        usable = [each.matched_blocks for each in seen.values() if not each.refused]
         return Snapshot(
             prompt=_prompt(num_tokens, key, shape),
-            fleet=fleet,
+            replicas=replicas,
             prefills=prefills,
             decodes=decodes,
             best_match=max(usable, default=0),
@@ -236,18 +178,6 @@ class Fleet:
         computing.booked_tokens += tokens
         streaming.booked_requests += 1
         return Booking(computing, streaming, tokens)
-
-    def doubt(self, key: Party, reason: str) -> None:
-        """Leave an instance, or a pair of instances, out for a while."""
-        now = self._clock.now()
-        strikes = 1 + (self._doubts[key].strikes if key in self._doubts else 0)
-        pause_s = min(self._doubt_s * 2 ** (strikes - 1), LONGEST_DOUBT_S)
-        self._doubts[key] = Doubt(now + pause_s, now, reason, strikes)
-
-    def trust(self, *keys: Party) -> None:
-        """A call over these went well."""
-        for key in keys:
-            self._doubts.pop(key, None)
 
     def measure_link(self, pair: tuple[str, str], num_bytes: int, transfer_ms: float) -> None:
         """Learn a link's speed. Sending waits for compute, so a sample is a lower bound of it."""
@@ -280,8 +210,7 @@ class Fleet:
         for leg in list(worker.legs):
             leg.lose(reason)
         self._leaving.append(worker.channel)
-        for party in [each for each in self._doubts if instance in _instances(each)]:
-            del self._doubts[party]
+        self.doubts.forget(instance)
         self._link_bytes_per_ms = {
             pair: speed for pair, speed in self._link_bytes_per_ms.items() if instance not in pair
         }
@@ -298,14 +227,7 @@ class Fleet:
             return worker.unfit
         if worker.record.load.draining:
             return "is draining"
-        return without.get(instance, "") or self._doubted(instance)
-
-    def _doubted(self, key: Party) -> str:
-        doubt = self._doubts.get(key)
-        now = self._clock.now()
-        if doubt is None or now >= doubt.until:
-            return ""
-        return f"failed {now - doubt.since:.1f} s ago: {doubt.reason}"
+        return without.get(instance, "") or self.doubts.why(instance)
 
     def _refused_pairs(
         self,
@@ -320,7 +242,7 @@ class Fleet:
                 why = (
                     prefill.record.manifest.mismatch(decode.record.manifest)
                     or without.get(pair)
-                    or self._doubted(pair)
+                    or self.doubts.why(pair)
                 )
                 if why:
                     both = f"{prefill.name} and {decode.name}"
@@ -363,10 +285,6 @@ class Fleet:
             wires=worker.record.manifest.wires,
             refused=self._refusal(worker, without),
         )
-
-
-def _instances(key: Party) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key
 
 
 def _shape(workers: Iterable[Worker]) -> Manifest | None:

@@ -23,12 +23,14 @@ from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
 from router import policy
 from router.attempt import Attempt, AttemptFailed
+from router.doubts import Party
 from router.errors import Broken, RequestFailed, TimedOut, Unavailable
 from router.explain import explanation
-from router.fleet import BlockNames, Fleet, Party, Snapshot
+from router.fleet import BlockNames, Fleet, Snapshot
 from router.journey import Journey
 from router.legs import Work
 from router.metrics import Metrics
+from router.record import Record
 from router.register import Register, Ticket
 from router.request import AcceptedRequest, Tenant
 from router.retry import conclusion, may_try_again
@@ -96,7 +98,7 @@ class Handler:
 
         Close it with `aclosing`: what it holds is free when that returns.
         """
-        record = _Record(door=door, tenant=tenant.label)
+        record = Record(door=door, tenant=tenant.label)
         started_at = self._clock.now()
         ticket: Ticket | None = None
         try:
@@ -104,7 +106,7 @@ class Handler:
             ticket = self._register.admit(tenant, record.request_id)
             accepted = await self.validator.accept(request, record.request_id, tenant, door)
             served = self._served(accepted, ticket, started_at, timeout_s)
-            record.served = served
+            record.journey, record.transcript = served.journey, served.transcript
             async with aclosing(self._serve(served)) as events:
                 async for event in events:
                     yield event
@@ -222,7 +224,7 @@ class Handler:
     ) -> tuple[Snapshot, policy.Decision]:
         snapshot = self._fleet.snapshot(len(request.prompt), request.digest(), names, without)
         pins = pins or request.pins
-        return snapshot, policy.choose(snapshot.prompt, snapshot.fleet, pins, self._weights)
+        return snapshot, policy.choose(snapshot.prompt, snapshot.replicas, pins, self._weights)
 
     async def _first_choice(self, served: _Served) -> tuple[Snapshot, policy.Decision]:
         """Wait a little where nobody can serve: a cluster that starts, a worker that comes back."""
@@ -272,10 +274,10 @@ class Handler:
 
     def _went_well(self, work: Work, journey: Journey) -> None:
         decode = work.decode.record.instance
-        self._fleet.trust(decode)
+        self._fleet.doubts.clear(decode)
         if work.prefill is not None:
             pair = (work.prefill.record.instance, decode)
-            self._fleet.trust(pair[0], pair)
+            self._fleet.doubts.clear(pair[0], pair)
             self._fleet.measure_link(pair, journey.shipped_bytes, journey.transfer_ms)
 
     def _went_wrong(self, served: _Served, failure: AttemptFailed) -> None:
@@ -285,7 +287,7 @@ class Handler:
             self._metrics.worker_failures.labels(worker=end.worker.name, code=end.code.name).inc()
         if failure.final is None and failure.shed is None:
             for party, reason in blamed.items():
-                self._fleet.doubt(party, reason)
+                self._fleet.doubts.add(party, reason)
         self._log.warning(
             "attempt.failed",
             request_id=served.request.request_id,
@@ -316,46 +318,9 @@ class Handler:
         promised = chosen.computing.matched_blocks
         journey.promised_tokens = prompt.num_tokens - prompt.uncached_tokens(promised)
 
-    def _report(self, record: "_Record", seconds: float) -> None:
+    def _report(self, record: Record, seconds: float) -> None:
         self._metrics.requests.labels(door=record.door, status=record.status).inc()
-        served = record.served
-        if served is not None and record.status == "ok":
-            self._metrics.finished(served.journey, served.transcript)
+        if record.status == "ok":
+            assert record.journey is not None and record.transcript is not None
+            self._metrics.finished(record.journey, record.transcript)
         self._log.info("request.ended", **record.fields(seconds))
-
-
-@dataclass(slots=True)
-class _Record:
-    """What is said of a request when it ends: never its prompt, never its text."""
-
-    door: str
-    tenant: str
-    request_id: str = ""
-    status: str = "cancelled"  # unless it ends in another way, its client has left
-    message: str = ""
-    served: _Served | None = None
-
-    def fields(self, seconds: float) -> dict[str, object]:
-        fields: dict[str, object] = {
-            "request_id": self.request_id,
-            "door": self.door,
-            "tenant": self.tenant,
-            "status": self.status,
-            "seconds": round(seconds, 4),
-        }
-        if self.message:
-            fields["message"] = self.message
-        if self.served is not None:
-            journey, transcript = self.served.journey, self.served.transcript
-            fields |= {
-                "prefill": journey.prefill,
-                "decode": journey.decode,
-                "attempts": journey.attempts,
-                "prompt_tokens": journey.prompt_tokens,
-                "cached_tokens": journey.delivered_tokens,
-                "completion_tokens": transcript.num_tokens,
-                "finish_reasons": transcript.finish_reasons,
-            }
-            if journey.ttft_s is not None:
-                fields["ttft_s"] = round(journey.ttft_s, 4)
-        return fields

@@ -1,12 +1,15 @@
 """The gRPC door: `kvferry.v1.Inference`, health and reflection."""
 
+from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,7 +18,6 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from protos import inference_pb2 as pb
-from protos import inference_pb2_grpc as rpc
 from router.callers import Callers
 from router.errors import InvalidRequest, RequestFailed
 from router.generation import Handler
@@ -29,41 +31,55 @@ DOOR = "grpc"
 # The register refuses the excess with a hint; this bound is for what never gets that far.
 SPARE_CALLS = 256
 
+Read = TypeVar("Read", pb.GenerateRequest, pb.CancelRequest)
 
-class Inference(rpc.InferenceServicer):
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Bytes that are no request: text that is not UTF-8, or no message at all."""
+
+    why: str
+
+
+class Inference:
     """Every call ends with one status: the handler's, or CANCELLED when its client left."""
 
     def __init__(self, handler: Handler, callers: Callers) -> None:
         self._handler = handler
         self._callers = callers
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    async def generate(
+        self,
+        request: pb.GenerateRequest | Unreadable,
+        context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> None:
         try:
             tenant = self._tenant(context)
             timeout_s: float | None = context.time_remaining()  # None where there is no deadline
-            events = self._handler.generate(request, tenant, DOOR, timeout_s)
+            events = self._handler.generate(_readable(request), tenant, DOOR, timeout_s)
             async with aclosing(events):
                 async for event in events:
                     await context.write(event)
         except RequestFailed as failure:
             await _abort(context, failure)
 
-    async def Cancel(
-        self, request: pb.CancelRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    async def cancel(
+        self, request: pb.CancelRequest | Unreadable, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> pb.CancelResponse:
         try:
-            found = self._handler.cancel(self._tenant(context), request.request_id)
+            found = self._handler.cancel(self._tenant(context), _readable(request).request_id)
         except RequestFailed as failure:
             await _abort(context, failure)
         return pb.CancelResponse(found=found)
 
-    async def Explain(
-        self, request: pb.GenerateRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    async def explain(
+        self,
+        request: pb.GenerateRequest | Unreadable,
+        context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> pb.ExplainResponse:
         try:
-            explanation = await self._handler.explain(request, self._tenant(context), DOOR)
+            tenant = self._tenant(context)
+            explanation = await self._handler.explain(_readable(request), tenant, DOOR)
         except RequestFailed as failure:
             await _abort(context, failure)
         return pb.ExplainResponse(explanation=explanation)
@@ -82,7 +98,7 @@ class GrpcDoor:
         self._server = grpc.aio.server(
             options=server_options(), maximum_concurrent_rpcs=max_requests + SPARE_CALLS
         )
-        rpc.add_InferenceServicer_to_server(Inference(handler, callers), self._server)
+        self._server.add_generic_rpc_handlers((_routes(Inference(handler, callers)),))
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
@@ -109,6 +125,46 @@ class GrpcDoor:
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
+
+
+def _routes(inference: Inference) -> "grpc.GenericRpcHandler[Any, Any]":
+    """The service's methods. The generated code would answer unreadable bytes with UNKNOWN."""
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                inference.generate,
+                request_deserializer=_reader(pb.GenerateRequest),
+                response_serializer=pb.GenerateResponse.SerializeToString,
+            ),
+            "Cancel": grpc.unary_unary_rpc_method_handler(
+                inference.cancel,
+                request_deserializer=_reader(pb.CancelRequest),
+                response_serializer=pb.CancelResponse.SerializeToString,
+            ),
+            "Explain": grpc.unary_unary_rpc_method_handler(
+                inference.explain,
+                request_deserializer=_reader(pb.GenerateRequest),
+                response_serializer=pb.ExplainResponse.SerializeToString,
+            ),
+        },
+    )
+
+
+def _reader(kind: type[Read]) -> Callable[[bytes], Read | Unreadable]:
+    def read(data: bytes) -> Read | Unreadable:
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            return Unreadable(str(error))
+
+    return read
+
+
+def _readable(request: Read | Unreadable) -> Read:
+    if isinstance(request, Unreadable):
+        raise InvalidRequest("request", f"cannot be read: {request.why}")
+    return request
 
 
 async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", failure: RequestFailed) -> NoReturn:

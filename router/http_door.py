@@ -1,14 +1,11 @@
 """The HTTP door: OpenAI's API over the same handler as gRPC, and what operators look at."""
 
 import asyncio
-import contextlib
 import secrets
-import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -223,37 +220,6 @@ class HttpDoor:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
-
-class HttpServer:
-    """uvicorn on this event loop, on a socket of ours, without its signal handlers."""
-
-    def __init__(self, app: Starlette, host: str, port: int) -> None:
-        self._app = app
-        self._host = host
-        self.port = port
-        self._server: uvicorn.Server | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Raises OSError when the port is taken."""
-        listener = socket.create_server((self._host, self.port))
-        self.port = listener.getsockname()[1]
-        config = uvicorn.Config(self._app, log_config=None, lifespan="off", access_log=False)
-        self._server = _UnsignalledServer(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http-door")
-
-    async def stop(self) -> None:
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            self._server.force_exit = True
-            await self._task
-
-
-class _UnsignalledServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _request_id(request: Request) -> str:

@@ -59,6 +59,8 @@ def failed(failure: RequestFailed, request_id: str = "") -> JSONResponse:
     headers = {REQUEST_ID: request_id} if request_id else {}
     if failure.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(failure.retry_after_s)))
+    if status_of(failure) == 413:
+        headers["connection"] = "close"  # the rest of the body is not read
     if status_of(failure) == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(failure_body(failure), status_of(failure), headers)

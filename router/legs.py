@@ -21,7 +21,7 @@ from google.rpc.status_pb2 import Status
 from protos import worker_pb2 as wpb
 from protos import worker_pb2_grpc as rpc
 from router.errors import RequestFailed
-from router.fleet import Worker
+from router.worker import Worker
 
 UNREAD_EVENTS = 256  # of both legs; a client that reads slowly then holds its workers back
 STATUS_DETAILS = "grpc-status-details-bin"
@@ -48,7 +48,8 @@ class Ended:
         return self.code is grpc.StatusCode.OK
 
     def __str__(self) -> str:
-        return f"{self.worker.name}: {self.code.name} {self.details}".rstrip()
+        said = f": {self.details}" if self.details else ""
+        return f"{self.worker.name} failed with {self.code.name}{said}"
 
 
 Said = wpb.PrefillEvent | wpb.DecodeEvent | Ended

@@ -1,6 +1,6 @@
 """The router's life, from its settings to the last answer.
 
-opening   the model's words and fingerprint are read, the index is followed, both doors open
+opening   the model's words and fingerprint are read, the index is read once, both doors open
 serving   ready as soon as one decode replica is live
 leaving   no new requests; those inside may finish for `drain_s`; then everything is closed
 """
@@ -10,15 +10,17 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import grpc.aio
 
-from engine.clock import MonotonicClock
+from engine.clock import Clock, MonotonicClock
 from model.source import open_model
+from prefix_index.index import IndexUnavailable
 from prefix_index.mirror import Mirror
 from prefix_index.redis_index import RedisIndex
 from router.callers import Callers
@@ -26,7 +28,8 @@ from router.errors import CannotStart
 from router.fleet import Fleet
 from router.generation import Bounds, Handler
 from router.grpc_door import GrpcDoor
-from router.http_door import HttpDoor, HttpOptions, HttpServer
+from router.http_door import HttpDoor, HttpOptions
+from router.http_server import HttpServer
 from router.journal import journal
 from router.metrics import Metrics
 from router.register import Register
@@ -36,17 +39,22 @@ from router.validation import Validator
 from transport.grpc_options import channel_options
 
 READY_EVERY_S = 0.1
+INDEX_WAIT_S = 5.0  # for a Redis that starts beside us
+INDEX_RETRY_S = 0.2
+GRACE_S = 1.0  # for answers on their way out
 BODY_BYTES_PER_PROMPT_BYTE = 4  # JSON escapes, and token ids written out
 
 OnReady = Callable[[dict[str, Any]], None]
 
 
 async def run(settings: RouterSettings, on_ready: OnReady) -> None:
-    """Serve until cancelled or SIGTERM. Raises CannotStart, BadModelFile or IndexUnavailable.
+    """Serve until cancelled or SIGTERM. Raises CannotStart or BadModelFile, one sentence each.
 
     `on_ready` is called once, when both doors are open, with their addresses.
     """
-    model = await asyncio.to_thread(lambda: ServedModel.of(open_model(settings.model)))
+    model = await asyncio.to_thread(
+        lambda: ServedModel.of(open_model(settings.model), settings.served_name)
+    )
     async with serving(settings, model) as info:
         with _sigterm() as stopped:
             on_ready(info)
@@ -56,9 +64,62 @@ async def run(settings: RouterSettings, on_ready: OnReady) -> None:
 @asynccontextmanager
 async def serving(settings: RouterSettings, model: ServedModel) -> AsyncIterator[dict[str, Any]]:
     """A router that serves inside the block, and has left when the block ends."""
-    clock = MonotonicClock()
-    log = journal(sys.stderr)
-    index = RedisIndex(settings.redis_url, clock, prefix=f"{settings.key_prefix}:")
+    router = _assemble(settings, model)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(router.index.close)
+        await _reach(router.mirror, router.clock)
+        stack.push_async_callback(router.fleet.close)
+        stack.push_async_callback(router.grpc_door.stop, GRACE_S)
+        await _listen(router.grpc_door.start, "gRPC", settings.host, settings.grpc_port)
+        stack.push_async_callback(router.http.stop)
+        await _listen(router.http.start, "HTTP", settings.host, settings.http_port)
+        await stack.enter_async_context(
+            _running(router.mirror.run(), router.fleet.run(), router.tell_readiness())
+        )
+        stack.push_async_callback(router.leave, settings.drain_s)
+        yield router.info(settings.host, model.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    """What has to be opened, followed and closed."""
+
+    clock: Clock
+    index: RedisIndex
+    mirror: Mirror
+    fleet: Fleet
+    register: Register
+    grpc_door: GrpcDoor
+    http: HttpServer
+    missing: Callable[[], str]
+
+    async def tell_readiness(self) -> None:
+        """Keep the health service current until cancelled."""
+        while True:
+            await self.grpc_door.set_ready(not self.missing())
+            await self.clock.sleep(READY_EVERY_S)
+
+    async def leave(self, drain_s: float) -> None:
+        await self.grpc_door.set_ready(False)
+        await self.register.drain(drain_s)
+
+    def info(self, host: str, model: str) -> dict[str, Any]:
+        grpc_address = f"{host}:{self.grpc_door.port}"
+        http_url = f"http://{host}:{self.http.port}"
+        return {
+            "grpc_address": grpc_address,
+            "http_url": http_url,
+            "grpc_port": self.grpc_door.port,
+            "http_port": self.http.port,
+            "model": model,
+            "summary": f"gRPC {grpc_address}, HTTP {http_url}, model {model}",
+        }
+
+
+def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
+    """Every part in its place; nothing is open yet."""
+    clock, log = MonotonicClock(), journal(sys.stderr)
+    index = _index(settings, clock)
     mirror = Mirror(index, clock)
     fleet = Fleet(mirror, model.unfit, _connect, clock, log, settings.doubt_s)
     bounds = Bounds(
@@ -81,57 +142,49 @@ async def serving(settings: RouterSettings, model: ServedModel) -> AsyncIterator
     def missing() -> str:
         return "the router is stopping" if register.draining else fleet.whats_missing()
 
+    most_body = settings.max_prompt_bytes * BODY_BYTES_PER_PROMPT_BYTE
+    options = HttpOptions(most_body, _version(), time.time)
+    door = HttpDoor(handler, callers, metrics.registry, missing, options)
     grpc_door = GrpcDoor(
         handler, callers, settings.host, settings.grpc_port, settings.max_concurrent_requests
     )
-    options = HttpOptions(
-        settings.max_prompt_bytes * BODY_BYTES_PER_PROMPT_BYTE, _version(), time.time
-    )
-    door = HttpDoor(handler, callers, metrics.registry, missing, options)
     http = HttpServer(door.app, settings.host, settings.http_port)
+    return _Router(clock, index, mirror, fleet, register, grpc_door, http, missing)
 
-    async def tell_readiness() -> None:
-        while True:
-            await grpc_door.set_ready(not missing())
-            await clock.sleep(READY_EVERY_S)
 
+def _index(settings: RouterSettings, clock: Clock) -> RedisIndex:
     try:
-        await _listen(grpc_door.start, "gRPC", "--grpc-port", settings.host, settings.grpc_port)
-        await _listen(http.start, "HTTP", "--http-port", settings.host, settings.http_port)
-        async with _running(mirror.run(), fleet.run(), tell_readiness()):
-            try:
-                yield {
-                    "grpc_address": f"{settings.host}:{grpc_door.port}",
-                    "http_url": f"http://{settings.host}:{http.port}",
-                    "grpc_port": grpc_door.port,
-                    "http_port": http.port,
-                    "model": model.name,
-                    "summary": f"gRPC {settings.host}:{grpc_door.port},"
-                    f" HTTP http://{settings.host}:{http.port}, model {model.name}",
-                }
-            finally:
-                await grpc_door.set_ready(False)
-                await register.drain(settings.drain_s)
-    finally:
-        await http.stop()
-        await grpc_door.stop(grace_s=1.0)
-        await fleet.close()
-        await index.close()
+        return RedisIndex(settings.redis_url, clock, prefix=f"{settings.key_prefix}:")
+    except ValueError as error:
+        raise CannotStart(f"the Redis URL cannot be used: {error}") from error
 
 
 def _connect(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=channel_options())
 
 
-async def _listen(
-    start: Callable[[], Coroutine[Any, Any, None]], what: str, flag: str, host: str, port: int
-) -> None:
+async def _reach(mirror: Mirror, clock: Clock) -> None:
+    """Read the index for the first time. Later on, its loss is survived."""
+    give_up = clock.now() + INDEX_WAIT_S
+    while True:
+        try:
+            return await mirror.step()
+        except IndexUnavailable as error:
+            if clock.now() >= give_up:
+                raise CannotStart(
+                    f"{error}: start a Redis there, or name another one with --redis-url"
+                ) from error
+        await clock.sleep(INDEX_RETRY_S)
+
+
+async def _listen(start: Callable[[], Awaitable[None]], what: str, host: str, port: int) -> None:
     try:
         await start()
     except OSError as error:
+        reason = error.strerror or "it is taken"
         raise CannotStart(
-            f"the {what} port {port} of {host} cannot be used ({error.strerror or 'it is taken'}):"
-            f" stop what listens there, or choose another one with {flag}"
+            f"the {what} port {port} of {host} cannot be used ({reason}): stop what listens there,"
+            f" or choose another one with --{what.lower()}-port"
         ) from error
 
 
@@ -148,20 +201,19 @@ async def _running(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None
 
 @contextmanager
 def _sigterm() -> Iterator[asyncio.Event]:
-    """An event that SIGTERM sets; what it did before is put back afterwards."""
+    """An event that SIGTERM sets, unless somebody else already handles it or no thread may."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    before = signal.getsignal(signal.SIGTERM)
-    theirs = before not in (signal.SIG_DFL, signal.SIG_IGN, None)
+    ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     try:
-        if not theirs:
+        if ours:
             loop.add_signal_handler(signal.SIGTERM, stopped.set)
     except (ValueError, RuntimeError):  # not the main thread: only cancellation ends us
-        theirs = True
+        ours = False
     try:
         yield stopped
     finally:
-        if not theirs:
+        if ours:
             loop.remove_signal_handler(signal.SIGTERM)
 
 

@@ -47,8 +47,9 @@ class Answer:
         self._per_prompt = asked.num_choices
         total = self._per_prompt * len(asked.requests)
         self._choices = [_ChoiceState() for _ in range(total)]
+        self._prompts = prompts
         for number, choice in enumerate(self._choices):
-            choice.text = prompts[number // self._per_prompt] if prompts else ""
+            choice.text = self._echo(number)
             choice.offset = len(choice.text)
         self._usages: list[pb.Usage] = []
 
@@ -68,13 +69,13 @@ class Answer:
 
     def opening(self) -> Iterator[Json]:
         """The chunks before the first token: the role in a chat, the prompt where it is echoed."""
-        for number, choice in enumerate(self._choices):
+        for number in range(len(self._choices)):
             if self._asked.chat:
                 delta = {"role": "assistant", "content": ""}
                 part = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield self._chunk([part])
-            elif choice.text:
-                yield self._chunk([self._part(number, choice.text, None, None)])
+            elif self._echo(number):
+                yield self._chunk([self._part(number, self._echo(number), None, None)])
 
     def closing(self) -> Iterator[Json]:
         if self._asked.include_usage:
@@ -97,6 +98,9 @@ class Answer:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def _echo(self, number: int) -> str:
+        return self._prompts[number // self._per_prompt] if self._prompts else ""
 
     def _delta(self, number: int, delta: pb.Delta) -> Iterator[Json]:
         choice = self._choices[number]

@@ -131,7 +131,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class Replicas:
     """The live workers at one moment, and what is known of the ways between them."""
 
     prefills: Sequence[Replica]
@@ -141,36 +141,38 @@ class Fleet:
 
 
 def choose(
-    prompt: Prompt, fleet: Fleet, pins: Pins | None = None, weights: Weights | None = None
+    prompt: Prompt, replicas: Replicas, pins: Pins | None = None, weights: Weights | None = None
 ) -> Decision:
     """Pick the cheapest usable way to serve `prompt`, and say what every other would cost."""
     pins, weights = pins or Pins(), weights or Weights()
     candidates = sorted(
-        _candidates(prompt, fleet, pins, weights), key=lambda each: _rank(prompt, each)
+        _candidates(prompt, replicas, pins, weights), key=lambda each: _rank(prompt, each)
     )
     usable = [each for each in candidates if not each.refused]
     if not usable:
-        return Decision(None, _why_none(fleet, candidates), tuple(candidates))
+        return Decision(None, _why_none(replicas, candidates), tuple(candidates))
     return Decision(usable[0], _why(prompt, usable), tuple(candidates))
 
 
-def _candidates(prompt: Prompt, fleet: Fleet, pins: Pins, weights: Weights) -> Iterator[Candidate]:
-    for decode in fleet.decodes:
+def _candidates(
+    prompt: Prompt, replicas: Replicas, pins: Pins, weights: Weights
+) -> Iterator[Candidate]:
+    for decode in replicas.decodes:
         alone = _decode_refusal(prompt, decode, pins)
         if pins.prefill and not alone:
             alone = f"the request is pinned to prefill {pins.prefill}"
         terms = _alone_terms(prompt, decode, weights)
         yield Candidate(None, decode, terms=terms, refused=alone)
-        for prefill in fleet.prefills:
+        for prefill in replicas.prefills:
             pair = (prefill.name, decode.name)
             wire, unwired = _shared_wire(prefill, decode, pins)
             refused = (
                 _decode_refusal(prompt, decode, pins)
                 or _prefill_refusal(prompt, prefill, pins)
-                or fleet.refused_pairs.get(pair, "")
+                or replicas.refused_pairs.get(pair, "")
                 or unwired
             )
-            speed = fleet.link_bytes_per_ms.get(pair, weights.link_bytes_per_ms)
+            speed = replicas.link_bytes_per_ms.get(pair, weights.link_bytes_per_ms)
             terms = _pair_terms(prompt, prefill, decode, speed, weights)
             yield Candidate(prefill, decode, wire, terms, refused)
 
@@ -280,8 +282,8 @@ def _why(prompt: Prompt, usable: Sequence[Candidate]) -> str:
     )
 
 
-def _why_none(fleet: Fleet, refused: Sequence[Candidate]) -> str:
-    if not fleet.decodes:
+def _why_none(replicas: Replicas, refused: Sequence[Candidate]) -> str:
+    if not replicas.decodes:
         return "no decode replica is live"
     reasons = list(dict.fromkeys(each.refused for each in refused))
     return "no usable replica: " + "; ".join(reasons[:4])

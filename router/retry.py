@@ -30,10 +30,7 @@ def conclusion(
             f"{shed.worker.name} has no room: {shed.details}; {delivered}{remark}",
             retry_after_s=shed.retry_after_s or retry_after_s,
         )
-    names = " and ".join(end.worker.name for end in failure.ends)
-    return Unavailable(
-        f"{names} failed: {failure}; {delivered}{remark}", retry_after_s=retry_after_s
-    )
+    return Unavailable(f"{failure}; {delivered}{remark}", retry_after_s=retry_after_s)
 
 
 def _final(end: Ended, delivered: str) -> RequestFailed:

@@ -33,15 +33,13 @@ class DistLink:
 class PrefillDistLink(DistLink):
     def __init__(self, control: Link, pair: PairGroup) -> None:
         super().__init__(control, pair)
-        self._announcing = asyncio.Lock()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()
+        self._closing: asyncio.Task[None] | None = None
 
     async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
         self._end.check()
-        if payload is None:
-            await self._control.send(frame)
-        else:  # to its end, even if the caller is cancelled: half of it would shift all the rest
-            await self._end.unless(self._send_both(frame, payload), abandon=True)
+        # To its end, even if the caller is cancelled: half a chunk would shift all that follow.
+        await self._end.unless(self._send_in_turn(frame, payload), abandon=True)
 
     async def recv(self) -> tuple[Frame, memoryview | None]:
         try:
@@ -52,21 +50,21 @@ class PrefillDistLink(DistLink):
             raise
 
     async def close(self, reason: str) -> None:
+        await self._control.close(reason)  # first: `recv` still reads what the other end answers
         await super().close(reason)
-        await asyncio.gather(*self._closing - {asyncio.current_task()})
 
-    async def _send_both(self, frame: Frame, payload: memoryview) -> None:
-        async with self._announcing:
+    async def _send_in_turn(self, frame: Frame, payload: memoryview | None) -> None:
+        async with self._sending:
             self._end.check()
-            self._pair.send(payload).add_done_callback(self._sent)
+            if payload is not None:
+                self._pair.send(payload).add_done_callback(self._sent)
             await self._control.send(frame)
 
     def _sent(self, done: "asyncio.Future[None]") -> None:
         error = None if done.cancelled() else done.exception()
-        if error is not None and self._end.reason is None:
-            closing = asyncio.create_task(self.close(f"a payload did not leave: {error}"))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        if error is not None and self._end.reason is None and self._closing is None:
+            reason = f"a payload did not leave: {error}"
+            self._closing = asyncio.create_task(self.close(reason))
 
 
 class DecodeDistLink(DistLink):
@@ -99,10 +97,6 @@ class DecodeDistLink(DistLink):
         await super().close(reason)
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
-        while not self._ahead.empty():
-            _, coming = self._ahead.get_nowait()
-            if coming is not None:
-                coming.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _read(self) -> None:
         try:

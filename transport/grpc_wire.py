@@ -77,13 +77,23 @@ class GrpcClientLink(GrpcLink):
         super().__init__(call.read, call.write, hello)
         self._channel = channel
         self._call = call
+        self._num_reading = 0
+
+    async def recv(self) -> tuple[Frame, memoryview | None]:
+        self._num_reading += 1
+        try:
+            return await super().recv()
+        finally:
+            self._num_reading -= 1
 
     async def close(self, reason: str) -> None:
         """Hang up once the other end has read what was sent, or after a moment."""
         if not self.end.reason:
-            with contextlib.suppress(TimeoutError, *_STREAM_ERRORS):
+            with contextlib.suppress(TimeoutError, LinkClosed, *_STREAM_ERRORS):
                 async with asyncio.timeout(HANGUP_S):
                     await self._call.done_writing()
+                    while not self._num_reading:
+                        await self.recv()
                     await self.end.wait()
         self.end.come(reason)
         self._call.cancel()

@@ -7,6 +7,7 @@ that pair shares it. What a wire promises:
                and frame together
     payload    goes with a Chunk, from prefill to decode only; `send` may return before the other
                end has it, so its bytes must not change afterwards
+    pressure   `send` may wait while the other end does not `recv`
     an end     once either side closes or dies, `send` and `recv` raise LinkClosed on both, and
                nothing of this link blocks or breaks any other
     callers    any number of tasks may `send`, one at a time may `recv`; no call blocks the loop
@@ -106,13 +107,13 @@ class Ending:
         finally:
             if not task.done():
                 if abandon:
-                    task.add_done_callback(_forget)
+                    task.add_done_callback(heed)
                 else:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
 
 
-def _forget(task: "asyncio.Future[T]") -> None:
-    """Take note of how an abandoned task ended, so that asyncio does not complain about it."""
+def heed(task: "asyncio.Future[T]") -> None:
+    """Take note of an end that nobody may come to ask about, so that asyncio does not complain."""
     if not task.cancelled():
         task.exception()

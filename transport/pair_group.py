@@ -9,15 +9,20 @@ waits, in the same order, so that several messages are under way at once.
 """
 
 import asyncio
+import contextlib
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed
+
+from transport.link import LinkClosed, heed
 
 c10d: Any = torch.distributed  # whose stubs leave out half of what is used here
 
@@ -84,27 +89,28 @@ class PairGroup:
 
         Raises RuntimeError when it does not come in time.
         """
-        group = await asyncio.to_thread(_build, rank, meet, host, backend, timeout_s)
+        group = await _in_own_thread(lambda: _build(rank, meet, host, backend, timeout_s))
         return cls(group, torch.device("cuda" if backend == "nccl" else "cpu"), timeout_s)
 
     def send(self, payload: memoryview) -> "asyncio.Future[None]":
         """Done when the payload has left. Order is the order of the calls."""
 
-        def post() -> tuple[Any, Any]:
-            tensor = torch.frombuffer(payload, dtype=torch.uint8).to(self._device)
-            return self._group.send([tensor], DECODE, tag), tensor
+        def post(group: Any, tag: int) -> tuple[Any, Any]:
+            raw = np.frombuffer(payload, dtype=np.uint8)
+            if not raw.flags.writeable:
+                raw = raw.copy()  # torch has no tensors that are only read
+            tensor = torch.from_numpy(raw).to(self._device)
+            return group.send([tensor], DECODE, tag), tensor
 
-        tag = self._next_tag()
         return self._run(post, lambda tensor: None)
 
     def recv(self, num_bytes: int) -> "asyncio.Future[memoryview]":
         """Done when the next payload has come. Order is the order of the calls."""
 
-        def post() -> tuple[Any, Any]:
+        def post(group: Any, tag: int) -> tuple[Any, Any]:
             tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            return self._group.recv([tensor], PREFILL, tag), tensor
+            return group.recv([tensor], PREFILL, tag), tensor
 
-        tag = self._next_tag()
         return self._run(post, lambda tensor: tensor.cpu().numpy().data)
 
     def close(self) -> None:
@@ -114,9 +120,12 @@ class PairGroup:
         self._waiting.shutdown(wait=False, cancel_futures=True)
 
     def _run(
-        self, post: Callable[[], tuple[Any, Any]], result: Callable[[Any], T]
+        self, post: Callable[[Any, int], tuple[Any, Any]], result: Callable[[Any], T]
     ) -> "asyncio.Future[T]":
-        posted = self._posting.submit(post)
+        if self._group is None:
+            raise LinkClosed("the pair's group is closed")
+        self._num_messages += 1
+        posted = self._posting.submit(post, self._group, self._num_messages)
 
         def wait() -> T:
             work, tensor = posted.result()
@@ -125,11 +134,35 @@ class PairGroup:
                 torch.cuda.current_stream().synchronize()
             return result(tensor)
 
-        return asyncio.get_running_loop().run_in_executor(self._waiting, wait)
+        done = asyncio.get_running_loop().run_in_executor(self._waiting, wait)
+        done.add_done_callback(heed)
+        return done
 
-    def _next_tag(self) -> int:
-        self._num_messages += 1
-        return self._num_messages
+
+async def _in_own_thread(work: Callable[[], T]) -> T:
+    """A pool would let some members wait for others that wait for a thread of the same pool."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast(T, result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="kv-pair-join", daemon=True).start()
+    return await done
 
 
 def _build(rank: int, meet: Rendezvous, host: str, backend: str, timeout_s: float) -> Any:

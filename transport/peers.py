@@ -65,9 +65,7 @@ class Peers:
         return port
 
     async def close(self, reason: str) -> None:
-        for port in list(self._ports.values()):
-            await port.flush()
-            await port.link.close(reason)
+        await asyncio.gather(*(port.hang_up(reason) for port in self._ports.values()))
         await asyncio.gather(*self._readers)
 
     async def _dial(self, address: Address, order: ShipmentOrder) -> Port:

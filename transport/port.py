@@ -1,6 +1,7 @@
 """One end of a link at work: frames posted without waiting, and one task that reads."""
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -52,13 +53,12 @@ class Port:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def flush(self) -> None:
-        """Let what is posted leave, as far as the link still carries it."""
-        try:
+    async def hang_up(self, reason: str) -> None:
+        """Close the link after what is posted has left, as far as the link still carries it."""
+        with contextlib.suppress(LinkClosed):
             while self._posted and self.open:
                 await self._write_one()
-        except LinkClosed:
-            pass
+        await self.link.close(reason)
 
     async def _write(self) -> None:
         try:

@@ -184,10 +184,9 @@ class Receiver:
         for landing in list(self._live.values()):
             self._fail(landing, Code.UNAVAILABLE, f"{self.identity} stops")
             await landing.settled.wait()
-        for port, gone in list(self._ports.items()):
-            await port.flush()
-            await port.link.close(f"{self.identity} stops")
-            await gone.wait()
+        gone = list(self._ports.values())
+        await asyncio.gather(*(port.hang_up(f"{self.identity} stops") for port in self._ports))
+        await asyncio.gather(*(event.wait() for event in gone))
         assert self._copiers is not None
         self._copiers.shutdown()
         self._copiers = None

@@ -1,0 +1,307 @@
+"""The commands: what each takes, and which module does it.
+
+Modules are imported by the command that needs them, so that every command says something at once.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvferry.errors import CommandError
+
+if TYPE_CHECKING:
+    from kvferry.state import ClusterRecord
+    from kvferry.talk import Door
+
+app = typer.Typer(
+    name="kvferry",
+    help="A serving cluster whose prefill and decode run apart, with the KV cache shipped between.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PIPED_WIDTH = 120
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Settings file (YAML).", show_default=False)
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, such as decode.num_blocks=512."),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(help="Preset, GGUF file or Hugging Face folder.", show_default="smollm2"),
+]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="A Redis to use.", show_default="found or started here")
+]
+StateDir = Annotated[
+    Path | None, typer.Option(help="Where the running cluster leaves word of itself.")
+]
+GrpcAddress = Annotated[
+    str | None, typer.Option("--grpc", metavar="HOST:PORT", help="A router, instead of our own.")
+]
+ApiKey = Annotated[str | None, typer.Option(help="Where the router asks for one.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to answer with.")]
+Temperature = Annotated[float, typer.Option(help="0: the likeliest token each time.")]
+Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show where it went and what it cost.")]
+System = Annotated[str | None, typer.Option(help="System prompt.")]
+
+
+def _console() -> Console:
+    """As wide as the terminal; lines that go into a file or a pipe are wide enough for tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, PIPED_WIDTH))
+
+
+def flags_of(assignments: list[str] | None, **given: Any) -> dict[str, Any]:
+    """Flags as nested settings: `router__http_port` goes into section `router`; None is absent."""
+    from kvferry.settings import parse_assignments
+
+    flags = parse_assignments(assignments or [])
+    for key, value in given.items():
+        if value is None:
+            continue
+        section, dunder, field = key.rpartition("__")
+        target = flags.setdefault(section, {}) if dunder else flags
+        if not isinstance(target, dict):
+            raise CommandError(f"--set {section}=... hides the flags of its fields")
+        target[field] = value
+    return flags
+
+
+@app.command()
+def up(
+    config: ConfigFile = None,
+    model: Model = None,
+    launcher: Annotated[
+        str | None, typer.Option(help="ray, or local: no Ray.", show_default="ray")
+    ] = None,
+    redis_url: RedisUrl = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers.", show_default="2")] = None,
+    prefill_tp: Annotated[
+        int | None, typer.Option(help="Ranks of each prefill worker.", show_default="1")
+    ] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode groups.", show_default="1")] = None,
+    decode_tp: Annotated[
+        int | None, typer.Option(help="Ranks of each decode group.", show_default="2")
+    ] = None,
+    wire: Annotated[
+        list[str] | None, typer.Option(help="Wires KV blocks may take: grpc, gloo, nccl.")
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="The OpenAI-compatible door.", show_default="8000")
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="The gRPC door.", show_default="50051")
+    ] = None,
+    state_dir: StateDir = None,
+    assign: Assignments = None,
+) -> None:
+    """Start a whole cluster here and keep it running until Ctrl-C."""
+    from kvferry.settings import load
+    from kvferry.up import up as run
+
+    flags = flags_of(
+        assign,
+        model=model,
+        launcher=launcher,
+        redis_url=redis_url,
+        num_prefill=prefill,
+        num_decode=decode,
+        wires=wire or None,
+        state_dir=state_dir,
+        prefill__tp=prefill_tp,
+        decode__tp=decode_tp,
+        router__http_port=http_port,
+        router__grpc_port=grpc_port,
+    )
+    asyncio.run(run(load(config, flags), _console()))
+
+
+@app.command()
+def demo(
+    launcher: Annotated[str | None, typer.Option(help="ray or local.", show_default="ray")] = None,
+) -> None:
+    """Start a cluster, ask it three questions, show where each one went, stop."""
+    from kvferry.demo import demo as run
+
+    if not asyncio.run(run(launcher, _console())):
+        raise typer.Exit(1)
+
+
+@app.command()
+def ask(
+    text: Annotated[
+        list[str], typer.Argument(help="The question; - reads it from standard input.")
+    ],
+    system: System = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    explain: Explain = False,
+    grpc: GrpcAddress = None,
+    api_key: ApiKey = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Ask the running cluster one question and stream the answer."""
+    from kvferry.talk import Manner, ask_once
+
+    question = sys.stdin.read() if text == ["-"] else " ".join(text)
+    manner = Manner(max_tokens, temperature, seed, explain)
+    asyncio.run(ask_once(_door(grpc, api_key, state_dir), question, system, manner, _console()))
+
+
+@app.command()
+def chat(
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    seed: Seed = None,
+    explain: Explain = False,
+    grpc: GrpcAddress = None,
+    api_key: ApiKey = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Talk with the running cluster; each turn finds the blocks of the turns before it."""
+    from kvferry.talk import Manner, converse
+
+    manner = Manner(max_tokens, temperature, seed, explain)
+    converse(_door(grpc, api_key, state_dir), system, manner, _console())
+
+
+@app.command()
+def ps(
+    redis_url: RedisUrl = None,
+    key_prefix: Annotated[str | None, typer.Option(help="Of the keys in Redis.")] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Show the workers: role, epoch, load, pool, and which pairs cannot work together."""
+    from kvferry.ps import ps as run
+
+    if redis_url is None:
+        record = _record(state_dir)
+        redis_url, key_prefix = record.redis_url, key_prefix or record.key_prefix
+    asyncio.run(run(redis_url, key_prefix or "kvferry", _console()))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="Preset, GGUF file or Hugging Face folder.")],
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of each sequence.", show_default="the model's context"),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of the cached values.")] = "float16",
+    bytes_per_value: Annotated[
+        float | None, typer.Option(help="Instead of --dtype: 2 fp16, 1 fp8, 0.5 int4.")
+    ] = None,
+    share_layers: Annotated[
+        int, typer.Option(min=1, help="Neighbouring layers that share one cache.")
+    ] = 1,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a layer sees.", show_default="all")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of a worker.")] = 1,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+) -> None:
+    """Say how much KV cache a workload needs, before anything is bought or started."""
+    from kvferry.plan import Workload
+    from kvferry.plan import plan as run
+
+    workload = Workload(
+        model, tokens, batch, dtype, bytes_per_value, share_layers, window, tp, block_size
+    )
+    run(workload, _console())
+
+
+@app.command()
+def router(
+    config: ConfigFile = None,
+    model: Model = None,
+    redis_url: RedisUrl = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    http_port: Annotated[int | None, typer.Option()] = None,
+    grpc_port: Annotated[int | None, typer.Option()] = None,
+    assign: Assignments = None,
+    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run a router in the foreground."""
+    own = {"host": host, "http_port": http_port, "grpc_port": grpc_port}
+    _run_role("router", config, ready_fd, assign, own, model=model, redis_url=redis_url)
+
+
+@app.command()
+def prefill(
+    config: ConfigFile = None,
+    name: Annotated[str | None, typer.Option(help="Unique in the cluster.")] = None,
+    model: Model = None,
+    redis_url: RedisUrl = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option()] = None,
+    system_port: Annotated[int | None, typer.Option()] = None,
+    assign: Assignments = None,
+    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run a prefill worker in the foreground."""
+    own = {"name": name, "tp": tp, "host": host, "port": port, "system_port": system_port}
+    _run_role("prefill", config, ready_fd, assign, own, model=model, redis_url=redis_url)
+
+
+@app.command()
+def decode(
+    config: ConfigFile = None,
+    name: Annotated[str | None, typer.Option(help="Unique in the cluster.")] = None,
+    model: Model = None,
+    redis_url: RedisUrl = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option()] = None,
+    system_port: Annotated[int | None, typer.Option()] = None,
+    assign: Assignments = None,
+    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run a decode group in the foreground."""
+    own = {"name": name, "tp": tp, "host": host, "port": port, "system_port": system_port}
+    _run_role("decode", config, ready_fd, assign, own, model=model, redis_url=redis_url)
+
+
+def _run_role(
+    name: str,
+    config: Path | None,
+    ready_fd: int | None,
+    assign: list[str] | None,
+    own: dict[str, Any],
+    **shared: Any,
+) -> None:
+    from kvferry.launcher import Role
+    from kvferry.role import run_role
+    from kvferry.settings import load
+
+    flags = flags_of(assign, **shared, **{f"{name}__{key}": own[key] for key in own})
+    raise typer.Exit(run_role(Role(name), load(config, flags), ready_fd))
+
+
+def _record(state_dir: Path | None) -> "ClusterRecord":
+    from kvferry.settings import load
+    from kvferry.state import read_record
+
+    return read_record(load(flags=flags_of(None, state_dir=state_dir)).state_dir)
+
+
+def _door(grpc: str | None, api_key: str | None, state_dir: Path | None) -> "Door":
+    from kvferry.talk import Door
+
+    if grpc is not None:
+        return Door(grpc, api_key or "")
+    record = _record(state_dir)
+    return Door(record.grpc_address, api_key or record.api_key)

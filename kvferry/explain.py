@@ -1,0 +1,87 @@
+"""Where one request went and what it cost, as tables."""
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.client import Answer
+from protos.inference_pb2 import Candidate, Explanation, Usage
+
+MAX_CANDIDATES_SHOWN = 6
+
+
+def explain_table(answer: Answer) -> Group:
+    """The journey, and above it the choice that started it when the answer carries it."""
+    parts = [] if answer.explanation is None else _choice(answer.explanation)
+    return Group(*parts, _journey_table(answer.usage))
+
+
+def _choice(explanation: Explanation) -> list[Table | Text]:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("pair", no_wrap=True)
+    table.add_column("blocks matched", justify="right")
+    table.add_column("predicted ms", justify="right")
+    table.add_column("made of")
+    for candidate in explanation.candidates[:MAX_CANDIDATES_SHOWN]:
+        chosen = (candidate.prefill, candidate.decode) == (
+            explanation.chosen_prefill,
+            explanation.chosen_decode,
+        )
+        table.add_row(
+            _pair(candidate.prefill, candidate.decode),
+            f"{candidate.prefill_matched_blocks} + {candidate.decode_matched_blocks}"
+            f" of {explanation.prompt_blocks}",
+            "-" if candidate.refused else f"{candidate.cost_ms:.1f}",
+            candidate.refused or _terms(candidate),
+            style="bold green" if chosen else "dim" if candidate.refused else None,
+        )
+    return [Text(f"route: {explanation.reason}", style="bold"), table]
+
+
+def _pair(prefill: str, decode: str) -> str:
+    return f"{prefill} -> {decode}" if prefill else f"{decode} alone"
+
+
+def _terms(candidate: Candidate) -> str:
+    terms = sorted(candidate.terms_ms.items(), key=lambda term: -term[1])
+    return " + ".join(f"{name} {value:.1f}" for name, value in terms if value >= 0.05)
+
+
+def _journey_table(usage: Usage) -> Table:
+    journey = usage.journey
+    table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
+    table.add_column("what", style="cyan")
+    table.add_column("how much")
+    rows = {
+        "replicas": _pair(journey.prefill, journey.decode)
+        + (f" over {journey.wire}" if journey.wire else ""),
+        "prompt": f"{_count(usage.prompt_tokens, 'token')} in "
+        + _count(journey.prompt_blocks, "block"),
+        "matched": f"{_count(journey.prefill_cached_blocks, 'block')} on prefill, "
+        f"{journey.decode_cached_blocks} on decode",
+        "computed": f"{_count(journey.computed_tokens, 'prompt token')}, "
+        f"{usage.cached_tokens} reused",
+        "shipped": f"{_count(journey.shipped_blocks, 'block')}, {size(journey.shipped_bytes)}"
+        + (f" in {journey.transfer_ms:.0f} ms" if journey.shipped_blocks else ""),
+        "first token": f"{journey.ttft_ms:.0f} ms",
+        "each token": f"{journey.tpot_ms:.1f} ms, {_count(usage.completion_tokens, 'token')}",
+    }
+    if journey.attempts > 1:
+        rows["attempts"] = str(journey.attempts)
+    for what, how_much in rows.items():
+        table.add_row(what, how_much)
+    return table
+
+
+def _count(number: int, thing: str) -> str:
+    return f"1 {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

@@ -1,0 +1,183 @@
+"""Everything a cluster is told, composed once from a YAML file, the environment and flags.
+
+The file has one section per component, each with the fields of that component's own model:
+
+    model: smollm2            # shared by all components
+    num_prefill: 2
+    router: {http_port: 8000}
+    prefill: {tp: 1}
+    decode: {tp: 2}
+
+A flag beats the environment (`KVFERRY_MODEL`, `KVFERRY_ROUTER__HTTP_PORT`), which beats the file,
+which beats the defaults. The same file serves `kvferry up` and the roles that pods run. Nothing
+else in the project reads the environment.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from decode_worker.settings import DecodeSettings
+from kvferry.errors import BadSettings
+from prefill_worker.settings import PrefillSettings
+from router.settings import RouterSettings
+
+ENV_PREFIX = "KVFERRY_"
+SECTIONS: dict[str, type[BaseModel]] = {
+    "router": RouterSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+}
+SHARED = ("model", "redis_url", "key_prefix", "block_size", "dtype", "wires")
+# What a section's own model leaves open, or what suits one machine better than its default.
+SECTION_DEFAULTS: dict[str, dict[str, Any]] = {
+    "router": {},
+    "prefill": {"name": "prefill-0"},
+    "decode": {"name": "decode-0", "tp": 2},
+}
+
+
+def default_state_dir() -> Path:
+    """Where `up` leaves word of the running cluster: private to the user, gone after a reboot."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
+        return Path(runtime) / "kvferry"
+    return Path(tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of our own processes, which get their settings as a file instead."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+
+
+class Settings(BaseSettings):
+    """The whole cluster. A shared field reaches each section that does not set it itself."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid"
+    )
+
+    model: Annotated[str, Field(min_length=1)] = "smollm2"
+    launcher: Literal["ray", "local"] = "ray"
+    num_prefill: Annotated[int, Field(ge=1, le=64)] = 2
+    num_decode: Annotated[int, Field(ge=1, le=64)] = 1
+    redis_url: str = ""  # empty: `up` finds or starts one
+    key_prefix: Annotated[str, Field(min_length=1, max_length=32)] = "kvferry"
+    block_size: int | None = None  # None, here and below: the workers' own
+    dtype: str | None = None
+    wires: tuple[str, ...] | None = None
+    state_dir: Path = Field(default_factory=default_state_dir)
+    start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 180.0
+    router: RouterSettings
+    prefill: PrefillSettings
+    decode: DecodeSettings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_sections(cls, values: dict[str, Any]) -> dict[str, Any]:
+        completed = dict(values)
+        given = {key: values[key] for key in SHARED if values.get(key)}
+        given.setdefault("model", cls.model_fields["model"].default)
+        for name, component in SECTIONS.items():
+            section = values.get(name) or {}
+            if isinstance(section, Mapping):
+                shared = {key: given[key] for key in given if key in component.model_fields}
+                completed[name] = SECTION_DEFAULTS[name] | shared | dict(section)
+        return completed
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        assert isinstance(init_settings, InitSettingsSource)
+        file = init_settings.init_kwargs.pop("config_file", None)
+        in_file = {} if file is None else read_file(Path(file))
+        return init_settings, env_settings, InitSettingsSource(settings_cls, in_file)
+
+    def with_redis(self, url: str) -> Self:
+        """The same settings, with every component pointed at this Redis."""
+        sections = {
+            name: getattr(self, name).model_copy(update={"redis_url": url}) for name in SECTIONS
+        }
+        return self.model_copy(update={"redis_url": url, **sections})
+
+    def prefill_worker(self, index: int) -> PrefillSettings:
+        return self.prefill.model_copy(update={"name": f"prefill-{index}"})
+
+    def decode_worker(self, index: int) -> DecodeSettings:
+        return self.decode.model_copy(update={"name": f"decode-{index}"})
+
+
+def load(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
+    """Compose the settings. Raises BadSettings, naming the key and the value that will not do."""
+    try:
+        return Settings(config_file=file, **(flags or {}))  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise BadSettings(_sentence(error)) from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises BadSettings when there is none."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadSettings(f"cannot read the settings file {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise BadSettings(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise BadSettings(f"{path} must hold a mapping of settings, such as `model: smollm2`")
+    return content
+
+
+def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """`["decode.tp=3"]` as `{"decode": {"tp": 3}}`; values are YAML."""
+    flags: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.strip("."):
+            raise BadSettings(
+                f"--set takes KEY=VALUE, such as decode.num_blocks=512: {assignment!r}"
+            )
+        *outer, last = key.strip().split(".")
+        section = flags
+        for part in outer:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise BadSettings(f"--set gives {part} both a value and fields")
+        try:
+            section[last] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            section[last] = value
+    return flags
+
+
+def _sentence(error: ValidationError) -> str:
+    problems = []
+    for problem in error.errors(include_url=False):
+        key = ".".join(str(part) for part in problem["loc"]) or "settings"
+        given = problem["input"]
+        if problem["type"] == "extra_forbidden":
+            problems.append(f"there is no setting {key}")
+        elif problem["type"] == "missing":
+            problems.append(f"{key} is missing")
+        else:
+            problems.append(f"{key} = {given!r}: {problem['msg'].lower()}")
+    return "; ".join(problems)

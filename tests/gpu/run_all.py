@@ -1,0 +1,170 @@
+"""Checks every kernel against its reference on a CUDA device, and says how fast each one moves.
+
+    python tests/gpu/run_all.py
+
+Exit code 0 when all agree, 1 when one does not, 2 when there is no device. Bandwidths stand beside
+that of a plain copy on the same card, which is measured first.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from torch import Tensor
+
+from kernels.copy_blocks import copy_blocks
+from kernels.gather_blocks import gather_cells
+from kernels.paged_attention import paged_attention
+from kernels.scatter_blocks import scatter_cells
+from kernels.write_kv import write_kv
+
+CHECKS = Path(__file__).parents[1] / "kernels" / "against_reference.py"
+CHECKS_TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One layer of a model, its blocks spread over a pool of `num_blocks`."""
+
+    name: str
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    num_blocks: int
+    block_size: int = 16
+
+
+GEOMETRIES = [
+    Geometry("SmolLM2-135M", num_kv_heads=3, group=3, head_dim=64, num_blocks=80_000),
+    Geometry("Llama-70B at TP 8", num_kv_heads=1, group=8, head_dim=128, num_blocks=120_000),
+    Geometry("Llama-8B", num_kv_heads=8, group=4, head_dim=128, num_blocks=16_000),
+]
+
+
+def seconds(action: Callable[[], object], device: str, rounds: int = 20) -> float:
+    """Of one call, once warm."""
+    for _ in range(3):
+        action()
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(rounds):
+        action()
+    _wait(device)
+    return (time.perf_counter() - start) / rounds
+
+
+def copy_gb_s(device: str, num_bytes: int = 1 << 30) -> float:
+    """Bytes read plus bytes written a second by one copy."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * num_bytes / seconds(lambda: target.copy_(source), device) / 1e9
+
+
+def moved_gb_s(geometry: Geometry, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes read plus written a second by each copying kernel over half of the pool."""
+    pool_NPHSD = _pool(geometry, device, dtype)
+    order = torch.randperm(geometry.num_blocks, device=device)
+    half, rest = order.chunk(2)
+    rest = rest[: len(half)]
+    half = half[: len(rest)]
+    heads = (0, geometry.num_kv_heads)
+    cells = gather_cells(pool_NPHSD, half, heads)
+    num_tokens = 8_192
+    slots = torch.randperm(geometry.num_blocks * geometry.block_size, device=device)[:num_tokens]
+    k, v = torch.randn(
+        2, num_tokens, geometry.num_kv_heads, geometry.head_dim, device=device
+    ).to(dtype)  # fmt: skip
+    actions: dict[str, tuple[Callable[[], object], int]] = {
+        "gather_blocks": (lambda: gather_cells(pool_NPHSD, half, heads), cells.nbytes),
+        "scatter_blocks": (lambda: scatter_cells(cells, pool_NPHSD, half, 0), cells.nbytes),
+        "copy_blocks": (lambda: copy_blocks(pool_NPHSD, half, rest), cells.nbytes),
+        "write_kv": (lambda: write_kv(pool_NPHSD, k, v, slots), k.nbytes + v.nbytes),
+    }
+    return {
+        name: 2 * num_bytes / seconds(action, device) / 1e9
+        for name, (action, num_bytes) in actions.items()
+    }
+
+
+def decode_gb_s(
+    geometry: Geometry, device: str, dtype: torch.dtype, batch: int, context: int
+) -> float:
+    """Bytes of cache that decode attention reads a second."""
+    arguments = _batch(geometry, device, dtype, [(context, 1)] * batch)
+    values = batch * context * geometry.num_kv_heads * geometry.head_dim * 2
+    return values * dtype.itemsize / seconds(lambda: paged_attention(*arguments), device) / 1e9
+
+
+def prefill_tflop_s(geometry: Geometry, device: str, dtype: torch.dtype, tokens: int) -> float:
+    """Multiplications and additions a second of attention over one whole prompt."""
+    arguments = _batch(geometry, device, dtype, [(tokens, tokens)])
+    heads = geometry.num_kv_heads * geometry.group
+    operations = 2 * 2 * heads * geometry.head_dim * tokens * (tokens + 1) // 2
+    return operations / seconds(lambda: paged_attention(*arguments), device, rounds=5) / 1e12
+
+
+def _pool(geometry: Geometry, device: str, dtype: torch.dtype) -> Tensor:
+    shape = (geometry.num_blocks, 2, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def _batch(
+    geometry: Geometry, device: str, dtype: torch.dtype, sequences: list[tuple[int, int]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    """Sequences of (context, queries) over blocks in random order, shared only if the pool ends."""
+    lengths = [-(-context // geometry.block_size) for context, _ in sequences]
+    order = torch.randperm(geometry.num_blocks, device=device)
+    width = max(lengths)
+    columns = torch.arange(len(sequences) * width, device=device) % geometry.num_blocks
+    tables = order[columns].view(len(sequences), width)
+    queries = [number for _, number in sequences]
+    starts = torch.tensor([0, *queries], device=device).cumsum(0)
+    contexts = torch.tensor([context for context, _ in sequences], device=device)
+    heads = geometry.num_kv_heads * geometry.group
+    q = torch.randn(sum(queries), heads, geometry.head_dim, device=device).to(dtype)
+    scale = geometry.head_dim**-0.5
+    return q, _pool(geometry, device, dtype), starts, contexts, tables, scale
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def report(device: str) -> None:
+    peak = copy_gb_s(device)
+    print(f"plain copy {peak:10.0f} GB/s read and written")
+    dtype = torch.bfloat16
+    for geometry in GEOMETRIES:
+        print(f"\n{geometry.name}, one layer, blocks of {geometry.block_size}, bfloat16")
+        for name, speed in moved_gb_s(geometry, device, dtype).items():
+            print(f"  {name:<34}{speed:8.0f} GB/s {speed / peak:6.1%} of the copy")
+        for batch, context in ((1, 8_192), (32, 2_048), (128, 2_048)):
+            speed = decode_gb_s(geometry, device, dtype, batch, context)
+            name = f"decode, {batch} x {context:,} tokens"
+            print(f"  {name:<34}{speed:8.0f} GB/s {speed / peak:6.1%} of the copy")
+        speed = prefill_tflop_s(geometry, device, dtype, 4_096)
+        print(f"  {'prefill, 4,096 tokens':<34}{speed:8.1f} TFLOP/s", flush=True)
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no CUDA device", file=sys.stderr)
+        return 2
+    print(torch.cuda.get_device_name(), flush=True)
+    checks = subprocess.run(
+        [sys.executable, str(CHECKS), "cuda"], timeout=CHECKS_TIMEOUT_S, check=False
+    )
+    report("cuda")
+    print("\nevery kernel equals its reference" if not checks.returncode else "\nA KERNEL IS WRONG")
+    return 1 if checks.returncode else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

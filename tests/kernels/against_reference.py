@@ -1,0 +1,144 @@
+"""Every kernel against its reference on one device; prints one line a case and exits 1 on failure.
+
+TRITON_INTERPRET=1 python tests/kernels/against_reference.py cpu
+python tests/kernels/against_reference.py cuda
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from torch import Tensor
+
+from kernels.copy_blocks import copy_blocks, copy_blocks_reference
+from kernels.gather_blocks import gather_cells, gather_cells_reference
+from kernels.paged_attention import paged_attention, paged_attention_reference
+from kernels.scatter_blocks import scatter_cells, scatter_cells_reference
+from kernels.write_kv import write_kv, write_kv_reference
+from tests.kernels.samples import SHAPES, paged
+
+Case = tuple[str, Callable[[], None]]
+
+POOLS = [  # N blocks, P planes, H heads, S slots, D head dim
+    (5, 2, 3, 16, 64),
+    (7, 2, 1, 8, 20),
+    (4, 1, 5, 128, 5),
+    (6, 3, 2, 32, 33),
+]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def cases(device: str) -> Iterator[Case]:
+    for shape in POOLS:
+        for dtype in DTYPES:
+            name = f"{shape} {dtype}"
+            yield f"gather_blocks {name}", partial(gather, shape, dtype, device)
+            yield f"scatter_blocks {name}", partial(scatter, shape, dtype, device)
+            yield f"copy_blocks {name}", partial(copy, shape, dtype, device)
+            if shape[1] == 2:
+                yield f"write_kv {name}", partial(write, shape, dtype, device)
+    for name in SHAPES:
+        for dtype in TOLERANCE:
+            yield f"paged_attention {name} {dtype}", partial(attend, name, dtype, device)
+    for name in ("smollm2 decode", "chunks"):
+        yield f"paged_attention {name} block sizes", partial(attend_alike, name, device)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    """Any bits at all, NaN payloads included: a copy must not touch them."""
+    rng = torch.Generator().manual_seed(seed)
+    num_bytes = torch.empty(shape, dtype=dtype).nbytes
+    raw = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=rng)
+    return raw.view(dtype).view(shape).to(device)
+
+
+def same_bits(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape and got.dtype == want.dtype
+    assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+def gather(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    pool = random_bits(shape, dtype, device)
+    ids = torch.tensor([3, 0, 2], device=device)
+    for heads in ((0, shape[2]), (shape[2] - 1, shape[2]), (0, 1)):
+        same_bits(gather_cells(pool, ids, heads), gather_cells_reference(pool, ids, heads))
+    assert gather_cells(pool, ids[:0], (0, 1)).shape[0] == 0
+
+
+def scatter(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    ids = torch.tensor([3, 0, 2], device=device)
+    for lo, hi in ((0, shape[2]), (shape[2] - 1, shape[2]), (0, 1)):
+        pool = random_bits(shape, dtype, device)
+        want = pool.clone()
+        cells = random_bits((3, hi - lo, shape[1], *shape[3:]), dtype, device, seed=1)
+        scatter_cells(cells, pool, ids, lo)
+        scatter_cells_reference(cells, want, ids, lo)
+        same_bits(pool, want)
+        same_bits(gather_cells(pool, ids, (lo, hi)), cells)
+
+
+def copy(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    pool = random_bits(shape, dtype, device)
+    want = pool.clone()
+    src, dst = torch.tensor([0, 0], device=device), torch.tensor([3, 1], device=device)
+    copy_blocks(pool, src, dst)
+    copy_blocks_reference(want, src, dst)
+    same_bits(pool, want)
+    same_bits(pool[3], pool[0])
+
+
+def write(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    num_blocks, _, heads, num_slots, dim = shape
+    slots = torch.randperm(num_blocks * num_slots, generator=torch.Generator().manual_seed(2))
+    slots = slots[:11].to(device)
+    packed = random_bits((11, 4 * heads, dim), dtype, device, seed=3)  # as out of one projection
+    k, v = packed[:, heads : 2 * heads], packed[:, 3 * heads :]
+    pool = random_bits(shape, dtype, device)
+    want = pool.clone()
+    write_kv(pool, k, v, slots)
+    write_kv_reference(want, k, v, slots)
+    same_bits(pool, want)
+
+
+def attend(name: str, dtype: torch.dtype, device: str) -> None:
+    sample = paged(SHAPES[name], 16, dtype, device)
+    tolerance = TOLERANCE[dtype]
+    want = paged_attention_reference(*paged(SHAPES[name], 16, dtype).arguments)
+    out = paged_attention(*sample.arguments).cpu()
+    torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
+
+
+def attend_alike(name: str, device: str) -> None:
+    dtype = torch.float32
+    first = paged_attention(*paged(SHAPES[name], 128, dtype, device, fragmented=False).arguments)
+    for block_size in (8, 16, 32, 64):
+        q, pool, *tables, scale = paged(SHAPES[name], block_size, dtype, device).arguments
+        narrow = [table.int() for table in tables]
+        out = paged_attention(q, pool, narrow[0], narrow[1], narrow[2], scale)
+        assert torch.equal(out, first), f"block size {block_size}"
+
+
+def main(device: str) -> int:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    assert device == "cuda" or interpreted, "on a CPU, set TRITON_INTERPRET=1"
+    num_failed = 0
+    for name, check in cases(device):
+        try:
+            check()
+            print(f"ok     {name}")
+        except Exception:
+            num_failed += 1
+            print(f"FAILED {name}")
+            traceback.print_exc()
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,172 @@
+import hashlib
+import os
+import random
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvcache.block_hash import (
+    PUBLIC,
+    BlockHash,
+    Namespace,
+    hash_block,
+    name_blocks,
+    namespace,
+    tenant_key,
+)
+
+SPACE = namespace(weights=b"w" * 16, config=b"c", tokenizer=b"t", adapter="", cache=b"s" * 16)
+ALICE = tenant_key("alice")
+TOKENS = list(range(64))
+
+PUBLIC_NAMES = [
+    "bbbd9c8ee10b99702f5d4b4f824a16c3",
+    "37cf985c2efa47d14787d12e072a830f",
+    "cce59fb7b9523dcf7aaf109551e2aa82",
+    "2defd4658fd63041ed6954dcb6a36498",
+]
+ALICE_NAMES = [
+    "3f179981bcdbf3af4ab4f7bfa08b7ded",
+    "594fd8779528eca2550c5896098d555a",
+    "c70dd5a1fa0872cf52fefc8d6274d961",
+    "dc2771ac5a6fa0ff15c57ef4e506bcc8",
+]
+
+
+def test_the_names_of_a_known_prompt() -> None:
+    assert SPACE.hex() == "902075bb0d3fe40db2f8b64df490184e5ffa8abaee29419a852c89b54fd1c2de"
+    assert PUBLIC.hex() == "0c9c94c7212b24486d5fecf577781411a288e50564283b0a1b526f3d5d61a313"
+    assert ALICE.hex() == "e67facd1daac94fee248713dd2bf5e2203a181898ca9ad06f5d1d9a800ae0248"
+    assert [name.hex() for name in name_blocks(SPACE, PUBLIC, TOKENS, 16)] == PUBLIC_NAMES
+    assert [name.hex() for name in name_blocks(SPACE, ALICE, TOKENS, 16)] == ALICE_NAMES
+    pictured = hash_block(SPACE, PUBLIC, None, TOKENS[:16], extra=b"image")
+    assert pictured.hex() == "5b283edf3055a7653c38774a92297b29"
+
+
+def test_a_name_is_keyed_blake2b_over_length_prefixed_fields() -> None:
+    def field(value: bytes) -> bytes:
+        return struct.pack("<I", len(value)) + value
+
+    parent = bytes(range(16))
+    tokens = struct.pack("<3I", 7, 0, 2**32 - 1)
+    fields = (b"kvferry block 1", SPACE, parent, tokens, b"more")
+    digest = hashlib.blake2b(b"".join(map(field, fields)), key=ALICE, digest_size=16)
+    named = hash_block(SPACE, ALICE, BlockHash(parent), [7, 0, 2**32 - 1], extra=b"more")
+    assert named == digest.digest()
+
+
+def test_three_processes_of_different_hash_seeds_give_one_prompt_the_same_names() -> None:
+    code = (
+        "from kvcache.block_hash import *\n"
+        "space = namespace(weights=b'w' * 16, config=b'c', tokenizer=b't', adapter='',"
+        " cache=b's' * 16)\n"
+        "print(*(name.hex() for name in name_blocks(space, PUBLIC, range(64), 16)))\n"
+    )
+    for seed in (None, "0", "random"):
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+        env |= {"PYTHONHASHSEED": seed} if seed else {}
+        env["PYTHONPATH"] = os.getcwd()
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == PUBLIC_NAMES
+
+
+def test_a_name_depends_on_every_earlier_token() -> None:
+    before = name_blocks(SPACE, PUBLIC, TOKENS, 16)
+    for changed in range(64):
+        tokens = [*TOKENS[:changed], 999, *TOKENS[changed + 1 :]]
+        after = name_blocks(SPACE, PUBLIC, tokens, 16)
+        same = [a == b for a, b in zip(before, after, strict=True)]
+        assert same == [block < changed // 16 for block in range(4)]
+
+
+def test_prompts_that_meet_in_their_last_block_share_nothing() -> None:
+    x, a, y, b, z = (list(range(n, n + 16)) for n in (0, 100, 200, 300, 400))
+    first = name_blocks(SPACE, PUBLIC, x + a + z, 16)
+    second = name_blocks(SPACE, PUBLIC, y + b + z, 16)
+    assert not set(first) & set(second)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_names"), [(0, 0), (15, 0), (16, 1), (17, 1), (32, 2), (48, 3)]
+)
+def test_only_full_blocks_have_names(num_tokens: int, num_names: int) -> None:
+    assert len(name_blocks(SPACE, PUBLIC, TOKENS[:num_tokens], 16)) == num_names
+
+
+def test_one_block_at_a_time_gives_the_chain() -> None:
+    parent: BlockHash | None = None
+    for start, name in zip(range(0, 64, 16), name_blocks(SPACE, ALICE, TOKENS, 16), strict=True):
+        parent = hash_block(SPACE, ALICE, parent, TOKENS[start : start + 16])
+        assert parent == name
+
+
+def test_a_tenant_named_like_an_adapter_is_not_that_adapter() -> None:
+    def space(adapter: str) -> Namespace:
+        return namespace(weights=b"w", config=b"c", tokenizer=b"t", adapter=adapter, cache=b"s")
+
+    salted = name_blocks(space(""), tenant_key("smol-v2"), TOKENS, 16)
+    adapted = name_blocks(space("smol-v2"), PUBLIC, TOKENS, 16)
+    both = name_blocks(space("smol-v2"), tenant_key("smol-v2"), TOKENS, 16)
+    plain = name_blocks(space(""), PUBLIC, TOKENS, 16)
+    assert len({*salted, *adapted, *both, *plain}) == 16
+
+
+def test_no_part_of_a_namespace_can_pass_for_its_neighbour() -> None:
+    parts = {"weights": b"a", "config": b"b", "tokenizer": b"c", "adapter": "d", "cache": b"e"}
+    moved = {"weights": b"ab", "config": b"", "tokenizer": b"c", "adapter": "d", "cache": b"e"}
+    assert namespace(**parts) != namespace(**moved)  # type: ignore[arg-type]
+    for part, value in parts.items():
+        longer = value + value[:1]  # type: ignore[operator]
+        assert namespace(**parts) != namespace(**{**parts, part: longer})  # type: ignore[arg-type]
+
+
+def test_no_identity_is_the_public_one() -> None:
+    assert PUBLIC not in {tenant_key(name) for name in ("PUBLIC", "public", "0", " ")}
+    with pytest.raises(ValueError, match="identity is empty"):
+        tenant_key("")
+
+
+def test_the_block_size_is_part_of_a_name() -> None:
+    assert not set(name_blocks(SPACE, PUBLIC, TOKENS, 8)) & set(
+        name_blocks(SPACE, PUBLIC, TOKENS, 16)
+    )
+
+
+def test_extra_cannot_pass_for_tokens() -> None:
+    token = struct.pack("<I", 5)
+    assert hash_block(SPACE, PUBLIC, None, [1, 5]) != hash_block(SPACE, PUBLIC, None, [1], token)
+    assert hash_block(SPACE, PUBLIC, None, [1]) != hash_block(
+        SPACE, PUBLIC, BlockHash(b"\0" * 16), [1]
+    )
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32, 1.5, "7"])
+def test_what_is_no_token_id_has_no_name(token_id: object) -> None:
+    with pytest.raises((OverflowError, TypeError)):
+        hash_block(SPACE, PUBLIC, None, [token_id])  # type: ignore[list-item]
+
+
+def test_two_thousand_random_prompts_have_names_of_their_own() -> None:
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(49_152) for _ in range(32)) for _ in range(2_000)]
+    names = [name for prompt in prompts for name in name_blocks(SPACE, PUBLIC, prompt, 16)]
+    assert {len(name) for name in names} == {16}
+    assert len(set(names)) == 4_000
+    assert len({name[:1] for name in names}) == 256  # any shorter name would collide
+
+
+def test_a_long_prompt_is_named_in_milliseconds() -> None:
+    tokens = list(range(8_192))
+    took = min(_seconds(lambda: name_blocks(SPACE, PUBLIC, tokens, 16)) for _ in range(5))
+    assert took < 0.02, f"{took * 1e3:.1f} ms"
+
+
+def _seconds(action: object) -> float:
+    start = time.perf_counter()
+    action()  # type: ignore[operator]
+    return time.perf_counter() - start

@@ -1,0 +1,107 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli import flags_of
+from kvferry.errors import CommandError
+
+COMMANDS = {"up", "demo", "ask", "chat", "ps", "plan", "router", "prefill", "decode"}
+
+
+def kvferry(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvferry", *arguments],
+        env={**os.environ, "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_names_every_command() -> None:
+    shown = kvferry("--help")
+    assert shown.returncode == 0
+    assert {name for name in COMMANDS if f" {name} " in shown.stdout} == COMMANDS
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_says_what_it_is_for(command: str) -> None:
+    shown = kvferry(command, "--help")
+    assert shown.returncode == 0
+    assert f"Usage: kvferry {command}" in shown.stdout.replace("python -m kvferry", "kvferry")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["up", "-c", "none.yaml"], "cannot read the settings file none.yaml"),
+        (["up", "--launcher", "docker"], "launcher = 'docker'"),
+        (["up", "--decode-tp", "0"], "decode.tp = 0"),
+        (["up", "--set", "decode.tpp=1"], "there is no setting decode.tpp"),
+        (["decode", "--set", "nonsense"], "--set takes KEY=VALUE"),
+        (["ask", "hello"], "no cluster is running: start one with `kvferry up`"),
+        (["chat"], "no cluster is running: start one with `kvferry up`"),
+        (["ps"], "no cluster is running: start one with `kvferry up`"),
+        (["ask", "--grpc", "127.0.0.1:1", "hello"], "no router answers there"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_sentence(
+    tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    shown = kvferry(*arguments, KVFERRY_STATE_DIR=str(tmp_path / "state"))
+    assert shown.returncode == 1
+    assert sentence in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in shown.stderr
+
+
+def test_raw_bytes_in_a_question_are_refused(tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "kvferry", "ask", "--grpc", "127.0.0.1:1", b"\xff\xfe"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert shown.returncode == 1
+    assert b"not valid UTF-8" in shown.stderr
+
+
+def test_up_says_something_at_once_and_names_a_port_in_use(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        command = [sys.executable, "-m", "kvferry", "up", "--http-port", str(port)]
+        asked = time.monotonic()
+        process = subprocess.Popen(
+            [*command, "--state-dir", str(tmp_path / "state")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("kvferry  model smollm2")
+        waited = time.monotonic() - asked
+        _, stderr = process.communicate(timeout=60)
+    assert waited < 3, "a second on an idle machine, and some more on a busy one"
+    assert process.returncode == 1
+    assert f"port {port} of 127.0.0.1 cannot be used" in stderr
+    assert "--http-port" in stderr
+
+
+def test_flags_go_into_their_sections_and_absent_ones_leave_no_trace() -> None:
+    flags = flags_of(
+        ["decode.num_blocks=64"], model="checksum", launcher=None, decode__tp=3, router__http_port=1
+    )
+    assert flags == {
+        "model": "checksum",
+        "decode": {"num_blocks": 64, "tp": 3},
+        "router": {"http_port": 1},
+    }
+    with pytest.raises(CommandError, match="hides the flags"):
+        flags_of(["decode=3"], decode__tp=1)

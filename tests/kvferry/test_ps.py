@@ -1,0 +1,79 @@
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from kvferry.ps import unusable_pairs, worker_table
+from prefix_index.index import Load, Manifest, Role, WorkerRecord
+from protos.worker_pb2 import InspectResponse, PoolBooks
+
+MANIFEST = Manifest(
+    protocol=1,
+    model="smollm2",
+    namespace="00",
+    block_size=16,
+    dtype="float32",
+    num_layers=30,
+    num_query_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_context=8192,
+    vocab_size=49152,
+    wires=("grpc", "gloo"),
+)
+LOAD = Load(
+    running=1,
+    waiting=2,
+    queued_tokens=30,
+    free_blocks=60,
+    total_blocks=64,
+    prefill_ms_per_token=1.0,
+    decode_step_ms=10.0,
+    draining=False,
+)
+
+
+def worker(name: str, role: Role, manifest: Manifest = MANIFEST) -> WorkerRecord:
+    return WorkerRecord(
+        name=name,
+        role=role,
+        instance="ab",
+        epoch=7,
+        address="127.0.0.1:1",
+        system_address="127.0.0.1:2",
+        rank_addresses=("127.0.0.1:1", "127.0.0.1:3"),
+        kv_intervals=((0, 2), (2, 3)),
+        manifest=manifest,
+        load=LOAD,
+    )
+
+
+def test_a_pair_that_will_never_be_routed_is_named_with_its_reason() -> None:
+    odd = worker("prefill-1", Role.PREFILL, replace(MANIFEST, block_size=32))
+    workers = [worker("prefill-0", Role.PREFILL), odd, worker("decode-0", Role.DECODE)]
+    assert unusable_pairs(workers) == [
+        "prefill-1 cannot serve decode-0: block_size differs: 32 here, 16 there"
+    ]
+    assert unusable_pairs(workers[::2]) == []
+
+
+def test_a_missing_half_is_said() -> None:
+    assert unusable_pairs([worker("prefill-0", Role.PREFILL)]) == [
+        "no decode worker: nothing can be served"
+    ]
+    assert unusable_pairs([worker("decode-0", Role.DECODE)]) == [
+        "no prefill worker: decode computes every prompt itself"
+    ]
+
+
+def test_the_table_shows_each_workers_own_books_or_that_it_does_not_answer() -> None:
+    books = PoolBooks(total_blocks=64, free_blocks=50, cached_blocks=10, used_blocks=4)
+    answer = InspectResponse(pool=books, running_requests=3, draining=True)
+    workers = [worker("decode-0", Role.DECODE), worker("prefill-0", Role.PREFILL)]
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(worker_table(workers, [answer, "UNAVAILABLE: gone"]))
+    shown = console.export_text()
+    assert "[0..2) [2..3)" in shown
+    assert "4 + 10 / 64" in shown
+    assert "draining" in shown
+    assert "no answer (UNAVAILABLE: gone)" in shown

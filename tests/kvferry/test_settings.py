@@ -1,0 +1,160 @@
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import BadSettings
+from kvferry.settings import Settings, child_environment, default_state_dir, load, parse_assignments
+
+FILE = """
+model: checksum
+num_prefill: 3
+router:
+  http_port: 8100
+decode:
+  tp: 3
+  num_blocks: 99
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kvferry.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_by_default_two_prefill_workers_and_one_decode_group_of_two_ranks_serve_smollm2() -> None:
+    settings = load()
+    assert settings.model == "smollm2"
+    assert settings.launcher == "ray"
+    assert settings.num_prefill == 2
+    assert settings.num_decode == 1
+    assert settings.prefill.tp == 1
+    assert settings.decode.tp == 2
+    assert settings.router.http_port == 8000
+    assert settings.router.grpc_port == 50051
+
+
+def test_the_file_beats_the_defaults(file: Path) -> None:
+    settings = load(file)
+    assert settings.num_prefill == 3
+    assert settings.router.http_port == 8100
+    assert settings.decode.tp == 3
+    assert settings.decode.num_blocks == 99
+    assert settings.prefill.num_blocks == 1024
+
+
+def test_the_environment_beats_the_file_and_a_flag_beats_both(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_NUM_PREFILL", "4")
+    monkeypatch.setenv("KVFERRY_ROUTER__HTTP_PORT", "8200")
+    monkeypatch.setenv("KVFERRY_DECODE__TP", "2")
+    settings = load(file, {"decode": {"tp": 1}})
+    assert settings.num_prefill == 4
+    assert settings.router.http_port == 8200
+    assert settings.decode.tp == 1
+    assert settings.decode.num_blocks == 99  # of the file, beside what the others set
+
+
+def test_a_shared_field_reaches_every_section_that_does_not_set_it_itself(file: Path) -> None:
+    settings = load(file, {"key_prefix": "blue", "wires": ["grpc"], "decode": {"model": "smollm2"}})
+    assert settings.router.model == "checksum"
+    assert settings.prefill.model == "checksum"
+    assert settings.decode.model == "smollm2"
+    assert settings.router.key_prefix == "blue"
+    assert settings.prefill.wires == ("grpc",)
+    assert settings.decode.key_prefix == "blue"
+
+
+def test_the_redis_that_was_found_reaches_every_section() -> None:
+    settings = load().with_redis("redis://127.0.0.1:7000/0")
+    sections = (settings.router, settings.prefill, settings.decode)
+    assert {section.redis_url for section in sections} == {"redis://127.0.0.1:7000/0"}
+    assert settings.redis_url == "redis://127.0.0.1:7000/0"
+
+
+def test_workers_are_numbered() -> None:
+    settings = load()
+    assert settings.prefill_worker(1).name == "prefill-1"
+    assert settings.decode_worker(0).name == "decode-0"
+
+
+def test_settings_never_change_after_they_were_composed() -> None:
+    settings = load()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.model = "checksum"
+    with pytest.raises(ValueError, match="frozen"):
+        settings.decode.tp = 5
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("modell: smollm2", "there is no setting modell"),
+        ("router: {http_prt: 1}", "there is no setting router.http_prt"),
+        ("decode: {tp: 0}", r"decode.tp = 0: input should be greater than or equal to 1"),
+        ("num_prefill: many", "num_prefill = 'many': input should be a valid integer"),
+        ("- a\n- b", "must hold a mapping of settings"),
+        ("a: [", "is not YAML"),
+        ("router: 5", "router = 5"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused_with_the_key_and_the_value(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    path = tmp_path / "kvferry.yaml"
+    path.write_text(text)
+    with pytest.raises(BadSettings, match=sentence):
+        load(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadSettings, match="cannot read the settings file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "kvferry.yaml"
+    path.write_text("# nothing yet\n")
+    assert load(path) == load()
+
+
+def test_assignments_reach_any_setting() -> None:
+    assert parse_assignments(["decode.tp=3", "model=checksum", "prefill.wires=[grpc]"]) == {
+        "decode": {"tp": 3},
+        "model": "checksum",
+        "prefill": {"wires": ["grpc"]},
+    }
+    for wrong in ("decode.tp", "=3", ".=3"):
+        with pytest.raises(BadSettings, match="KEY=VALUE"):
+            parse_assignments([wrong])
+    with pytest.raises(BadSettings, match="both a value and fields"):
+        parse_assignments(["decode=3", "decode.tp=3"])
+
+
+def test_a_section_written_for_a_child_loads_as_the_same_settings(tmp_path: Path) -> None:
+    settings = load(flags={"model": "checksum", "decode": {"tp": 3}})
+    section = settings.decode_worker(1)
+    path = tmp_path / "decode-1.json"
+    path.write_text('{"decode": ' + section.model_dump_json() + "}")
+    assert load(path).decode == section
+
+
+def test_a_child_inherits_nothing_that_would_override_its_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVFERRY_DECODE__TP", "9")
+    monkeypatch.setenv("PATH", "/bin")
+    assert "KVFERRY_DECODE__TP" not in child_environment()
+    assert child_environment()["PATH"] == "/bin"
+
+
+def test_the_state_directory_is_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_state_dir() == tmp_path / "kvferry"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert default_state_dir().name.startswith("kvferry-")
+    assert Settings.model_fields["state_dir"].default_factory is default_state_dir

@@ -1,0 +1,213 @@
+"""The decision is pure: every expectation here follows from its arguments alone."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policy import Candidate, Decision, Pins, Prompt, Replica, Replicas, Weights, choose
+
+PROMPT = Prompt(num_tokens=1000, block_size=16, block_bytes=100_000, num_layers=30, key=b"p")
+
+
+def prefill(name: str = "p0", **fields: object) -> Replica:
+    known: dict[str, object] = {"ms_per_token": 1.0, "total_blocks": 1000, "wires": ("grpc",)}
+    return Replica(name, **(known | fields))  # type: ignore[arg-type]
+
+
+def decode(name: str = "d0", **fields: object) -> Replica:
+    known: dict[str, object] = {"ms_per_token": 1.0, "total_blocks": 1000, "free_blocks": 1000}
+    return Replica(name, **(known | {"wires": ("grpc",)} | fields))  # type: ignore[arg-type]
+
+
+def names(decision: Decision) -> tuple[str, str]:
+    assert decision.chosen is not None
+    chosen = decision.chosen
+    return chosen.prefill.name if chosen.prefill else "", chosen.decode.name
+
+
+def candidate(decision: Decision, prefill_name: str) -> Candidate:
+    (found,) = [
+        each
+        for each in decision.candidates
+        if (each.prefill.name if each.prefill else "") == prefill_name
+    ]
+    return found
+
+
+def test_a_cached_prefix_wins_until_its_queue_costs_more() -> None:
+    idle = prefill("idle")
+    for queued, expected in [(511, "warm"), (513, "idle")]:
+        warm = prefill("warm", matched_blocks=32, queued_tokens=queued)
+        assert names(choose(PROMPT, Replicas([idle, warm], [decode()]))) == (expected, "d0")
+
+
+def test_the_terms_of_a_pair_add_up_to_its_cost() -> None:
+    slow = {("p0", "d0"): 1000.0}  # bytes per ms: the link is the bottleneck
+    decision = choose(
+        PROMPT,
+        Replicas(
+            [prefill(matched_blocks=30, queued_tokens=50)],
+            [decode(matched_blocks=3, waiting=2, running=10, step_ms=4.0)],
+            link_bytes_per_ms=slow,
+        ),
+    )
+    terms = candidate(decision, "p0").terms
+    assert terms.queue_ms == 50.0
+    assert terms.compute_ms == 1000 - 480
+    assert terms.link_ms == pytest.approx(60 * 100_000 / 1000 - 520 * 29 / 30)
+    assert terms.interference_ms == 0.0
+    assert terms.admission_ms == pytest.approx(5.0 + (2 + 1 + 0.1 * 10) * 4.0)
+    assert terms.cost_ms == pytest.approx(sum(terms.named().values()))
+
+
+def test_decode_alone_pays_for_every_sequence_it_delays() -> None:
+    alone = [
+        candidate(choose(PROMPT, Replicas([], [decode(running=running)])), "").terms
+        for running in (0, 3)
+    ]
+    assert [terms.compute_ms for terms in alone] == [1000, 1000]
+    assert [terms.interference_ms for terms in alone] == [1000, 4000]
+
+
+def test_a_prompt_that_decode_holds_stays_there_and_a_cold_one_does_not() -> None:
+    """A second turn: decode made most of it; prefill knows only how it began."""
+    held = decode(matched_blocks=61)
+    assert names(choose(PROMPT, Replicas([prefill(matched_blocks=30)], [held]))) == ("", "d0")
+    assert names(choose(PROMPT, Replicas([prefill()], [decode()]))) == ("p0", "d0")
+    busy = decode(matched_blocks=61, running=100)
+    assert names(choose(PROMPT, Replicas([prefill(matched_blocks=30)], [busy]))) == ("p0", "d0")
+
+
+def test_a_link_hides_behind_the_compute_it_overlaps() -> None:
+    fast = choose(PROMPT, Replicas([prefill()], [decode()], {}, {("p0", "d0"): 1e9}))
+    assert candidate(fast, "p0").terms.link_ms == 0.0
+    lone = Prompt(1000, 16, 100_000, num_layers=1)
+    shown = candidate(choose(lone, Replicas([prefill()], [decode()])), "p0").terms
+    assert shown.link_ms == pytest.approx(63 * 100_000 / 500_000)
+
+
+def test_blocks_that_decode_holds_are_not_shipped() -> None:
+    lone = Prompt(1000, 16, 100_000, num_layers=1)
+    fleet = Replicas([prefill(matched_blocks=62)], [decode(matched_blocks=62)])
+    assert candidate(choose(lone, fleet), "p0").terms.link_ms == pytest.approx(100 / 500)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    assert Prompt(64, 16, 1, 1).uncached_tokens(4) == 16
+    assert Prompt(65, 16, 1, 1).uncached_tokens(4) == 1
+    assert Prompt(63, 16, 1, 1).uncached_tokens(9) == 15
+    assert Prompt(1, 16, 1, 1).uncached_tokens(0) == 1
+
+
+def test_a_full_decode_is_left_while_another_has_room() -> None:
+    full, roomy = decode("full", free_blocks=10), decode("roomy", step_ms=900.0)
+    assert names(choose(PROMPT, Replicas([prefill()], [full, roomy]))) == ("p0", "roomy")
+
+
+def test_a_crowded_decode_is_left_for_an_idle_one() -> None:
+    crowded, idle = decode("crowded", step_ms=20.0, running=20), decode("idle", step_ms=20.0)
+    assert names(choose(PROMPT, Replicas([prefill()], [crowded, idle]))) == ("p0", "idle")
+
+
+def test_equal_replicas_share_the_prompts_and_equal_routers_agree() -> None:
+    fleet = Replicas([prefill(f"p{i}") for i in range(4)], [decode()])
+    backwards = Replicas(fleet.prefills[::-1], fleet.decodes)
+    counts: Counter[str] = Counter()
+    for number in range(400):
+        prompt = Prompt(1000, 16, 100_000, 30, key=number.to_bytes(4, "little"))
+        decision = choose(prompt, fleet)
+        assert names(decision) == names(choose(prompt, backwards))
+        counts[names(decision)[0]] += 1
+    assert counts.keys() == {"p0", "p1", "p2", "p3"} and min(counts.values()) > 60
+    assert "the prompt's hash decided" in choose(PROMPT, fleet).reason
+
+
+def test_a_replica_more_moves_only_the_prompts_it_takes() -> None:
+    before = Replicas([prefill(f"p{i}") for i in range(3)], [decode()])
+    after = Replicas([*before.prefills, prefill("p3")], [decode()])
+    for number in range(200):
+        prompt = Prompt(1000, 16, 100_000, 30, key=number.to_bytes(4, "little"))
+        moved = names(choose(prompt, after))
+        assert moved in (names(choose(prompt, before)), ("p3", "d0"))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "pins", "reason"),
+    [
+        (([prefill(refused="is draining")], [decode()]), Pins(prefill="p0"), "p0 is draining"),
+        (([prefill()], [decode(refused="is draining")]), Pins(), "d0 is draining"),
+        (([prefill()], [decode()]), Pins(prefill="p9"), "pinned to prefill p9"),
+        (([prefill()], [decode()]), Pins(decode="d9"), "pinned to decode d9"),
+        (([prefill()], [decode()]), Pins(prefill="p0", wire="nccl"), "the wire nccl"),
+        (
+            ([prefill(wires=("nccl",))], [decode()]),
+            Pins(prefill="p0"),
+            "p0 (nccl) and d0 (grpc) do not have a wire in common",
+        ),
+        (([], [decode(total_blocks=62)]), Pins(), "62 blocks in all, the prompt needs 63"),
+        (([prefill()], []), Pins(), "no decode replica is live"),
+    ],
+)
+def test_what_cannot_be_used_is_never_chosen_and_says_why(
+    replicas: tuple[list[Replica], list[Replica]], pins: Pins, reason: str
+) -> None:
+    decision = choose(PROMPT, Replicas(*replicas), pins)
+    assert decision.chosen is None
+    assert reason in decision.reason
+
+
+def test_a_pair_that_does_not_match_is_refused_and_others_are_not() -> None:
+    fleet = Replicas(
+        [prefill("p0"), prefill("p1")], [decode()], {("p0", "d0"): "dtype differs: bf16, fp32"}
+    )
+    decision = choose(PROMPT, fleet)
+    assert names(decision) == ("p1", "d0")
+    assert candidate(decision, "p0").refused == "dtype differs: bf16, fp32"
+    assert decision.candidates[-1].prefill is fleet.prefills[0]
+
+
+def test_pins_are_followed_whatever_they_cost() -> None:
+    fleet = Replicas([prefill("p0"), prefill("dear", ms_per_token=99.0)], [decode()])
+    assert names(choose(PROMPT, fleet, Pins(prefill="dear"))) == ("dear", "d0")
+    assert names(choose(PROMPT, fleet, Pins(no_prefill=True))) == ("", "d0")
+
+
+def test_the_wire_is_the_first_that_both_offer() -> None:
+    fleet = Replicas([prefill(wires=("nccl", "gloo", "grpc"))], [decode(wires=("grpc", "gloo"))])
+    chosen = choose(PROMPT, fleet).chosen
+    assert chosen is not None and chosen.wire == "gloo"
+    pinned = choose(PROMPT, fleet, Pins(wire="grpc")).chosen
+    assert pinned is not None and pinned.wire == "grpc"
+
+
+@given(
+    speeds=st.lists(st.floats(0.01, 50), min_size=1, max_size=4),
+    queues=st.lists(st.integers(0, 5000), min_size=4, max_size=4),
+    matched=st.lists(st.integers(0, 80), min_size=5, max_size=5),
+    running=st.integers(0, 64),
+    num_tokens=st.integers(1, 1200),
+    interference=st.floats(0, 4),
+)
+def test_the_cheapest_usable_candidate_is_chosen(
+    speeds: list[float],
+    queues: list[int],
+    matched: list[int],
+    running: int,
+    num_tokens: int,
+    interference: float,
+) -> None:
+    prefills = [
+        prefill(f"p{i}", ms_per_token=speed, queued_tokens=queues[i], matched_blocks=matched[i])
+        for i, speed in enumerate(speeds)
+    ]
+    fleet = Replicas(prefills, [decode(running=running, matched_blocks=matched[4])])
+    decision = choose(
+        Prompt(num_tokens, 16, 100_000, 30), fleet, weights=Weights(interference=interference)
+    )
+    assert decision.chosen is decision.candidates[0]
+    assert len(decision.candidates) == len(prefills) + 1
+    costs = [each.terms.cost_ms for each in decision.candidates]
+    assert all(value >= 0 for each in decision.candidates for value in each.terms.named().values())
+    assert costs[0] <= min(costs) + 0.1

@@ -1,0 +1,317 @@
+"""What the tests of this folder share: wires to run over, small caches, whole little clusters."""
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc.aio
+import numpy as np
+import torch
+
+from engine.clock import Clock, MonotonicClock
+from kvcache.head_map import HeadInterval, HeadMap
+from kvcache.kv_store import KvStore
+from kvcache.spec import CacheSpec
+from protos.transfer_pb2 import Hello
+from protos.transfer_pb2_grpc import add_TransferServicer_to_server
+from protos.worker_pb2 import GeneratedToken
+from transport.config import TransportConfig
+from transport.dist_wire import DistAcceptor, DistConnector
+from transport.grpc_options import server_options
+from transport.grpc_wire import GrpcConnector
+from transport.link import Connector, Listener
+from transport.loopback_wire import LoopbackWire
+from transport.orders import (
+    Identity,
+    Receipt,
+    ReceiptOrder,
+    ShipmentKey,
+    ShipmentOrder,
+    ShipmentReport,
+    Target,
+)
+from transport.receiver import Receiver
+from transport.servicer import TransferServicer
+from transport.shipper import Shipper
+
+WIRES = ["loopback", "grpc", "gloo"]
+MANIFEST = b"manifest"
+SPEC = CacheSpec.full(num_layers=3, num_kv_heads=3, head_dim=4, block_size=4, dtype="int64")
+QUICK = TransportConfig(chunk_bytes=1000)  # two or three blocks of SPEC's heads a chunk
+
+
+class Network:
+    """One wire, with whatever has to run for it; addresses are given out by `listen`."""
+
+    def __init__(self, wire: str, stack: AsyncExitStack) -> None:
+        self.wire = wire
+        self.loopback = LoopbackWire()
+        self._stack = stack
+        self._servers: dict[str, grpc.aio.Server] = {}
+        self._num_listeners = 0
+
+    def connector(self) -> Connector:
+        if self.wire == "loopback":
+            return self.loopback
+        if self.wire == "grpc":
+            return GrpcConnector(timeout_s=5)
+        connector = DistConnector(GrpcConnector(timeout_s=5), timeout_s=5)
+        self._stack.callback(connector.close)
+        return connector
+
+    async def listen(self, listener: Listener, address: str = "") -> str:
+        if self.wire == "loopback":
+            self._num_listeners += 1
+            address = address or f"here:{self._num_listeners}"
+            self.loopback.listen(address, listener)
+            return address
+        server = grpc.aio.server(options=server_options())
+        acceptors = {"gloo": DistAcceptor(timeout_s=5)}
+        add_TransferServicer_to_server(TransferServicer(listener, acceptors), server)
+        port = server.add_insecure_port(address or "127.0.0.1:0")
+        await server.start()
+        address = f"127.0.0.1:{port}"
+        self._servers[address] = server
+        return address
+
+    async def silence(self, address: str) -> None:
+        if self.wire == "loopback":
+            self.loopback.silence(address)
+        else:
+            await self._servers.pop(address).stop(0)
+
+    async def close(self) -> None:
+        await self.loopback.close()
+        for address in list(self._servers):
+            await self.silence(address)
+
+
+@asynccontextmanager
+async def network(wire: str) -> AsyncIterator[Network]:
+    async with AsyncExitStack() as stack:
+        made = Network(wire, stack)
+        stack.push_async_callback(made.close)
+        yield made
+
+
+def hello(**fields: object) -> Hello:
+    values = {
+        "protocol": 1,
+        "prefill_worker": "prefill-0",
+        "prefill_instance": "p1",
+        "prefill_epoch": 1,
+        "prefill_rank": 0,
+        "decode_instance": "d1",
+        "manifest_digest": MANIFEST,
+    }
+    return Hello(**(values | fields))  # type: ignore[arg-type]
+
+
+async def soon(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until `condition` holds, which it must before long."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def num_open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def settled_tasks() -> int:
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return len(asyncio.all_tasks())
+
+
+def filled_store(spec: CacheSpec, kv_heads: HeadInterval, num_blocks: int, seed: int) -> KvStore:
+    """A store whose bytes depend on layer, block, plane, global head, slot and `seed` alone."""
+    store = KvStore(spec, kv_heads, num_blocks)
+    for layer in range(store.num_layers):
+        pool_NPHSD = store.layer(layer)
+        for head in kv_heads:
+            block_NPSD = pool_NPHSD[:, :, head - kv_heads.start]
+            values = torch.arange(block_NPSD.numel()).reshape(block_NPSD.shape)
+            block_NPSD.copy_(values + 1_000_000 * (head + 100 * (layer + 100 * seed)))
+    return store
+
+
+@dataclass
+class Side:
+    """One group of ranks, prefill or decode, in this process."""
+
+    intervals: tuple[HeadInterval, ...]
+    stores: list[KvStore]
+    shippers: list[Shipper] = field(default_factory=list)
+    receivers: list[Receiver] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Cluster:
+    """A prefill group and a decode group joined by one wire."""
+
+    spec: CacheSpec
+    wire: str
+    prefill: Side
+    decode: Side
+    num_transfers: int = 0
+
+    def key(self) -> ShipmentKey:
+        self.num_transfers += 1
+        return ShipmentKey(self.num_transfers.to_bytes(16, "big"), 1, 1, 1)
+
+    def target(self) -> Target:
+        addresses = tuple(self.decode.addresses)
+        return Target("decode-0", "d1", 1, addresses, self.decode.intervals)
+
+    def ship_orders(self, key: ShipmentKey, num_tokens: int) -> ShipmentOrder:
+        request_key = int.from_bytes(key.transfer_id, "big")
+        return ShipmentOrder(key, request_key, num_tokens, self.target(), self.wire)
+
+    def receipt_order(
+        self,
+        key: ShipmentKey,
+        num_tokens: int,
+        block_table: Sequence[int],
+        first_block: int = 0,
+        timeout_s: float = 20,
+    ) -> ReceiptOrder:
+        return ReceiptOrder(
+            key,
+            num_tokens,
+            first_block,
+            tuple(block_table),
+            "p1",
+            self.prefill.intervals,
+            timeout_s,
+        )
+
+    def ship(self, key: ShipmentKey, num_tokens: int) -> "list[asyncio.Task[ShipmentReport]]":
+        order = self.ship_orders(key, num_tokens)
+        return [asyncio.create_task(shipper.ship(order)) for shipper in self.prefill.shippers]
+
+    def expect(
+        self,
+        key: ShipmentKey,
+        num_tokens: int,
+        block_table: Sequence[int],
+        first_block: int = 0,
+        timeout_s: float = 20,
+    ) -> "list[asyncio.Task[Receipt]]":
+        order = self.receipt_order(key, num_tokens, block_table, first_block, timeout_s)
+        return [asyncio.create_task(receiver.expect(order)) for receiver in self.decode.receivers]
+
+    def seal_all(self, key: ShipmentKey, num_tokens: int, blocks: Sequence[int]) -> None:
+        """What all prefill engines do in the end: seal every layer, then say the first token."""
+        for shipper in self.prefill.shippers:
+            for layer in range(self.spec.num_layers):
+                self.seal(shipper, key, layer, 0, blocks, num_tokens)
+            self.finish(shipper, key)
+
+    def seal(
+        self,
+        shipper: Shipper,
+        key: ShipmentKey,
+        layer: int,
+        first_block: int,
+        blocks: Sequence[int],
+        num_tokens: int,
+    ) -> None:
+        tail = num_tokens % self.spec.block_size or None
+        last = first_block + len(blocks) == self.spec.blocks_needed(num_tokens)
+        request_key = int.from_bytes(key.transfer_id, "big")
+        shipper.seal(request_key, layer, first_block, blocks, tail if last else None)
+
+    def finish(self, shipper: Shipper, key: ShipmentKey) -> None:
+        tokens = [GeneratedToken(token_id=7)] if shipper.identity.rank == 0 else []
+        shipper.finish(int.from_bytes(key.transfer_id, "big"), tokens)
+
+    async def commit(self, key: ShipmentKey) -> None:
+        for receiver in self.decode.receivers:
+            await receiver.commit(key)
+
+    async def carry(
+        self, num_tokens: int, source: Sequence[int], target: Sequence[int], first_block: int = 0
+    ) -> "tuple[list[ShipmentReport], list[Receipt]]":
+        """One whole transfer, from the first call to the last release."""
+        key = self.key()
+        expected = self.expect(key, num_tokens, target, first_block)
+        shipped = self.ship(key, num_tokens)
+        self.seal_all(key, num_tokens, source)
+        receipts = await asyncio.gather(*expected)
+        await self.commit(key)
+        return await asyncio.gather(*shipped), receipts
+
+    def check_blocks(
+        self, num_tokens: int, source: Sequence[int], target: Sequence[int], first_block: int = 0
+    ) -> None:
+        """Every written slot equals the prefill group's, the tail's unwritten slots are zero."""
+        block_size = self.spec.block_size
+        for rank, interval in enumerate(self.decode.intervals):
+            for head in interval:
+                owner = next(i for i, held in enumerate(self.prefill.intervals) if head in held)
+                theirs = head - self.prefill.intervals[owner].start
+                for layer in range(self.spec.num_layers):
+                    sent_NPHSD = self.prefill.stores[owner].layer(layer)
+                    got_NPHSD = self.decode.stores[rank].layer(layer)
+                    for index in range(first_block, self.spec.blocks_needed(num_tokens)):
+                        want_PSD = sent_NPHSD[source[index], :, theirs].clone()
+                        want_PSD[:, max(0, num_tokens - index * block_size) :] = 0
+                        got_PSD = got_NPHSD[target[index], :, head - interval.start]
+                        assert torch.equal(got_PSD, want_PSD), (rank, head, layer, index)
+
+    def snapshot(self) -> list[np.ndarray]:
+        return [
+            store.layer(layer).numpy().copy()
+            for store in self.decode.stores
+            for layer in range(self.spec.num_layers)
+        ]
+
+
+@asynccontextmanager
+async def cluster(
+    net: Network,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
+    *,
+    spec: CacheSpec = SPEC,
+    num_query_heads: int = 9,
+    num_blocks: int = 24,
+    config: TransportConfig = QUICK,
+    clock: Clock | None = None,
+    wrap: Callable[[Connector], Connector] = lambda connector: connector,
+    sink: Callable[[KvStore], KvStore] = lambda store: store,
+) -> AsyncIterator[Cluster]:
+    clock = clock or MonotonicClock()
+    prefill_map = HeadMap.even(num_query_heads, spec.num_kv_heads, prefill_tp).kv
+    decode_map = HeadMap.even(num_query_heads, spec.num_kv_heads, decode_tp).kv
+    sources = [filled_store(spec, interval, num_blocks, seed=1) for interval in prefill_map]
+    targets = [filled_store(spec, interval, num_blocks, seed=2) for interval in decode_map]
+    made = Cluster(spec, net.wire, Side(prefill_map, sources), Side(decode_map, targets))
+    async with AsyncExitStack() as stack:
+        for rank, (interval, store) in enumerate(zip(decode_map, targets, strict=True)):
+            identity = Identity("decode-0", "d1", 1, rank)
+            receiver = Receiver(identity, interval, sink(store), MANIFEST, clock, config)
+            made.decode.receivers.append(await stack.enter_async_context(receiver))
+            made.decode.addresses.append(await net.listen(receiver))
+        for rank, store in enumerate(sources):
+            connectors = {net.wire: wrap(net.connector())}
+            shipper = Shipper(
+                Identity("prefill-0", "p1", 1, rank),
+                prefill_map,
+                store,
+                connectors,
+                MANIFEST,
+                clock,
+                config,
+            )
+            made.prefill.shippers.append(await stack.enter_async_context(shipper))
+        yield made
+
+
+Release = Callable[[], Awaitable[None]]

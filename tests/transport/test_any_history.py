@@ -1,0 +1,389 @@
+"""Both ends of one transfer, driven through any order of events over wires that lose, repeat,
+reorder and damage what they carry."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvcache.head_map import HeadMap
+from kvcache.spec import CacheSpec
+from protos.transfer_pb2 import Chunk, Open
+from transport.incoming import Incoming, Verdict
+from transport.orders import Code, TransferFailed
+from transport.outgoing import Outgoing, OutgoingPair, Run
+from transport.plan import pair_plans, sources_of
+from transport.shipment import Receiving, Sending, Shape
+
+SPEC = CacheSpec.full(num_layers=2, num_kv_heads=3, head_dim=1, block_size=4, dtype="int8")
+BLOCK_BYTES = 8  # of one head: 2 planes x 4 tokens
+WINDOW = 4 * BLOCK_BYTES
+MAX_RESENDS = 3
+
+Message = tuple[str, object]
+Pair = tuple[int, int]  # prefill rank, decode rank
+
+
+@dataclass
+class Way:
+    """What is under way between one pair."""
+
+    down: list[Message] = field(default_factory=list)
+    up: list[Message] = field(default_factory=list)
+    staged: list[tuple[Chunk, bool]] = field(default_factory=list)  # chunk, damaged
+
+
+class AnyHistory(RuleBasedStateMachine):
+    @initialize(
+        prefill_tp=st.integers(1, 3),
+        decode_tp=st.integers(1, 3),
+        num_tokens=st.integers(1, 18),
+        resident=st.integers(0, 5),
+        chunk_blocks=st.integers(1, 3),
+    )
+    def begin(
+        self, prefill_tp: int, decode_tp: int, num_tokens: int, resident: int, chunk_blocks: int
+    ) -> None:
+        self.shape = Shape.of(SPEC, num_tokens)
+        self.num_tokens = num_tokens
+        self.first_block = min(resident, self.shape.num_blocks)
+        source = HeadMap.even(3, 3, prefill_tp).kv
+        target = HeadMap.even(3, 3, decode_tp).kv
+        plans = pair_plans(source, target)
+        self.ways: dict[Pair, Way] = {(p.prefill_rank, p.decode_rank): Way() for p in plans}
+        self.outgoing = [
+            Outgoing(
+                {
+                    plan.decode_rank: OutgoingPair(
+                        plan.heads, self.shape, chunk_blocks * BLOCK_BYTES, MAX_RESENDS
+                    )
+                    for plan in plans
+                    if plan.prefill_rank == rank
+                }
+            )
+            for rank in range(prefill_tp)
+        ]
+        self.incoming = [
+            Incoming(
+                self.shape,
+                num_tokens,
+                self.first_block,
+                sources_of(rank, interval, source),
+                MAX_RESENDS,
+            )
+            for rank, interval in enumerate(target)
+        ]
+        self.to_seal = [
+            [
+                Run(layer, block, (100 + block,))
+                for block in range(self.shape.num_blocks)
+                for layer in range(self.shape.num_layers)
+            ]
+            for _ in range(prefill_tp)
+        ]
+        self.writes: Counter[tuple[int, int, int, int]] = Counter()
+        self.given_up = False
+        for outgoing in self.outgoing:
+            outgoing.advance()
+        for pair in self.ways:
+            self.remind(pair)
+
+    # the two ends, as their shells drive them
+
+    def heads(self, pair: Pair) -> tuple[int, ...]:
+        return self.outgoing[pair[0]].pairs[pair[1]].heads
+
+    def remind(self, pair: Pair) -> None:
+        prefill, decode = pair
+        outgoing = self.outgoing[prefill]
+        mine = outgoing.pairs[decode]
+        if outgoing.over or mine.committed:
+            return
+        if mine.first_block is None:
+            heads = self.heads(pair)
+            offer = Open(num_tokens=self.num_tokens, num_layers=2, heads=heads)
+            self.ways[pair].down.append(("open", offer))
+        elif mine.seal_sent:
+            self.ways[pair].down.append(("seal_all", mine.num_chunks))
+
+    def pump(self, pair: Pair) -> bool:
+        prefill, decode = pair
+        outgoing = self.outgoing[prefill]
+        mine = outgoing.pairs[decode]
+        if outgoing.over:
+            return False
+        part = mine.take()
+        if part is not None:
+            chunk = Chunk(
+                seq=part.seq,
+                layer=part.run.layer,
+                first_block=part.run.first_block,
+                num_blocks=len(part.run.block_ids),
+            )
+            self.ways[pair].down.append(("chunk", chunk))
+            mine.sent(part.seq, now=0.0)
+        elif outgoing.seal_due(decode):
+            mine.seal_sent = True
+            self.ways[pair].down.append(("seal_all", mine.num_chunks))
+        else:
+            return False
+        outgoing.advance()
+        return True
+
+    def at_decode(self, pair: Pair, kind: str, value: object) -> None:
+        prefill, decode = pair
+        incoming, way = self.incoming[decode], self.ways[pair]
+        if incoming.over:
+            committed = incoming.failure is None
+            if kind in ("open", "seal_all") and not committed:
+                way.up.append(("abort", incoming.failure))
+            elif kind == "seal_all":
+                way.up.append(("commit", None))
+        elif kind == "open":
+            assert isinstance(value, Open)
+            if incoming.open(prefill, value):
+                way.up.append(("credit", self.first_block))
+        elif kind == "abort":
+            incoming.fail(Code.CANCELLED, "prefill gave up")
+        elif kind == "seal_all":
+            assert isinstance(value, int)
+            way.up += [("nack", seq) for seq in incoming.seal(prefill, value)]
+        else:
+            chunk, damaged = (value, kind == "damaged")
+            assert isinstance(chunk, Chunk)
+            verdict = incoming.offer(prefill, chunk)
+            assert verdict is not Verdict.BAD
+            if verdict is Verdict.TAKE:
+                way.staged.append((chunk, damaged))
+            elif verdict is Verdict.KNOWN:
+                way.up.append(("ack", chunk.seq))
+        self.settle(decode)
+
+    def at_prefill(self, pair: Pair, kind: str, value: object) -> None:
+        prefill, decode = pair
+        outgoing = self.outgoing[prefill]
+        mine = outgoing.pairs[decode]
+        if kind == "abort":
+            outgoing.fail(Code.CANCELLED, "decode gave up")
+        elif outgoing.over:
+            pass
+        elif kind == "commit":
+            outgoing.commit(decode)
+        elif isinstance(value, int) and kind == "credit":
+            mine.grant(value, WINDOW)
+        elif isinstance(value, int) and kind == "ack":
+            mine.acked(value)
+        elif isinstance(value, int):
+            try:
+                mine.nacked(value)
+            except TransferFailed as failure:
+                self.give_up_prefill(prefill, failure.code)
+        outgoing.advance()
+
+    def verify(self, pair: Pair, index: int) -> None:
+        prefill, decode = pair
+        incoming, way = self.incoming[decode], self.ways[pair]
+        chunk, damaged = way.staged.pop(index)
+        if damaged:
+            if incoming.damaged(prefill, chunk, "damaged"):
+                way.up.append(("nack", chunk.seq))
+        else:
+            if incoming.failure is None:
+                for block in range(chunk.first_block, chunk.first_block + chunk.num_blocks):
+                    for head in self.heads(pair):
+                        self.writes[(decode, chunk.layer, block, head)] += 1
+            incoming.landed(prefill, chunk)
+            way.up.append(("ack", chunk.seq))
+        self.settle(decode)
+
+    def settle(self, decode: int) -> None:
+        incoming = self.incoming[decode]
+        if incoming.failure is not None:
+            self.given_up = True
+            if incoming.state is Receiving.ABORTING:
+                for pair, way in self.ways.items():
+                    if pair[1] == decode:
+                        way.up.append(("abort", incoming.failure))
+            staged = sum(len(w.staged) for pair, w in self.ways.items() if pair[1] == decode)
+            incoming.settle(staged)
+            if incoming.state is Receiving.FREED:
+                assert not staged, "freed under a writer"
+
+    def give_up_prefill(self, prefill: int, code: Code = Code.CANCELLED) -> None:
+        if self.outgoing[prefill].fail(code, "given up"):
+            self.given_up = True
+            for pair, way in self.ways.items():
+                if pair[0] == prefill:
+                    way.down.append(("abort", None))
+
+    # what may happen
+
+    pairs = st.integers(0, 8)
+    indexes = st.integers(0, 20)
+
+    def pair(self, number: int) -> Pair:
+        return list(self.ways)[number % len(self.ways)]
+
+    @rule(number=st.integers(0, 2), count=st.integers(1, 6))
+    def seal(self, number: int, count: int) -> None:
+        rank = number % len(self.outgoing)
+        outgoing = self.outgoing[rank]
+        for _ in range(count):
+            if outgoing.over or outgoing.finished:
+                return
+            if self.to_seal[rank]:
+                outgoing.seal(self.to_seal[rank].pop(0))
+            else:
+                outgoing.finish()
+
+    @rule(number=pairs, count=st.integers(1, 4))
+    def send(self, number: int, count: int) -> None:
+        for _ in range(count):
+            self.pump(self.pair(number))
+
+    @rule(number=pairs, index=indexes, up=st.booleans())
+    def deliver(self, number: int, index: int, up: bool) -> None:
+        pair = self.pair(number)
+        queue = self.ways[pair].up if up else self.ways[pair].down
+        if queue:
+            (self.at_prefill if up else self.at_decode)(pair, *queue.pop(index % len(queue)))
+
+    @rule(number=pairs, count=st.integers(1, 8))
+    def deliver_in_order(self, number: int, count: int) -> None:
+        pair = self.pair(number)
+        for _ in range(count):
+            if self.ways[pair].down:
+                self.at_decode(pair, *self.ways[pair].down.pop(0))
+            if self.ways[pair].staged:
+                self.verify(pair, 0)
+            if self.ways[pair].up:
+                self.at_prefill(pair, *self.ways[pair].up.pop(0))
+
+    @rule(number=pairs, index=indexes)
+    def finish_verifying(self, number: int, index: int) -> None:
+        pair = self.pair(number)
+        if self.ways[pair].staged:
+            self.verify(pair, index % len(self.ways[pair].staged))
+
+    @rule(number=pairs, index=indexes, up=st.booleans())
+    def repeat(self, number: int, index: int, up: bool) -> None:
+        way = self.ways[self.pair(number)]
+        queue = way.up if up else way.down
+        if queue:
+            queue.append(queue[index % len(queue)])
+
+    @rule(number=pairs, index=indexes, up=st.booleans())
+    def lose(self, number: int, index: int, up: bool) -> None:
+        way = self.ways[self.pair(number)]
+        queue = way.up if up else way.down
+        if queue:
+            queue.pop(index % len(queue))
+
+    @rule(number=pairs, index=indexes)
+    def damage(self, number: int, index: int) -> None:
+        down = self.ways[self.pair(number)].down
+        if down and down[index % len(down)][0] == "chunk":
+            down[index % len(down)] = ("damaged", down[index % len(down)][1])
+
+    @rule(number=pairs)
+    def wait(self, number: int) -> None:
+        pair = self.pair(number)
+        self.outgoing[pair[0]].pairs[pair[1]].probe(sent_before=1.0)
+        self.remind(pair)
+
+    @rule()
+    def commit(self) -> None:
+        if all(incoming.state is Receiving.WHOLE for incoming in self.incoming):
+            for rank, incoming in enumerate(self.incoming):
+                incoming.commit()
+                for pair, way in self.ways.items():
+                    if pair[1] == rank:
+                        way.up.append(("commit", None))
+
+    @precondition(lambda self: not self.given_up)
+    @rule(number=st.integers(0, 40))
+    def give_up(self, number: int) -> None:
+        """Seldom: a history that ends early shows little."""
+        if number < len(self.outgoing):
+            self.give_up_prefill(number)
+        elif number > 40 - len(self.incoming):
+            self.incoming[40 - number].fail(Code.CANCELLED, "given up")
+            self.settle(40 - number)
+
+    @precondition(lambda self: not self.given_up)
+    @rule(number=st.integers(0, 40))
+    def cut(self, number: int) -> None:
+        if number < len(self.ways):
+            pair = self.pair(number)
+            way = self.ways[pair]
+            way.down.clear()
+            way.up.clear()
+            if not self.outgoing[pair[0]].pairs[pair[1]].committed:
+                self.give_up_prefill(pair[0], Code.UNAVAILABLE)
+            self.incoming[pair[1]].lose(pair[0], "cut")
+            self.given_up = True
+            self.settle(pair[1])
+
+    # what holds all the time, and in the end
+
+    @invariant()
+    def holds(self) -> None:
+        for incoming in getattr(self, "incoming", []):
+            incoming.check()
+        for outgoing in getattr(self, "outgoing", []):
+            for pair in outgoing.pairs.values():
+                pair.check()
+                limit = max(WINDOW, 3 * BLOCK_BYTES * len(pair.heads))
+                assert pair.unacked_bytes <= limit
+
+    @invariant()
+    def nothing_is_written_twice(self) -> None:
+        assert all(count == 1 for count in getattr(self, "writes", Counter()).values())
+
+    @invariant()
+    def whole_means_every_cell(self) -> None:
+        for rank, incoming in enumerate(getattr(self, "incoming", [])):
+            if incoming.whole:
+                heads = sum(len(pair.heads) for pair in incoming.pairs.values())
+                cells = 2 * heads * (self.shape.num_blocks - self.first_block)
+                assert sum(key[0] == rank for key in self.writes) == cells
+
+    @invariant()
+    def released_means_committed_by_all(self) -> None:
+        for outgoing in getattr(self, "outgoing", []):
+            if outgoing.state is Sending.RELEASED:
+                for decode in outgoing.pairs:
+                    assert self.incoming[decode].state is Receiving.COMMITTED
+
+    def teardown(self) -> None:
+        """From any state, wires that work again bring both ends to the same end."""
+        for _ in range(60):
+            for rank in range(len(getattr(self, "outgoing", []))):
+                self.seal(rank, 100)
+            for number, pair in enumerate(list(getattr(self, "ways", {}))):
+                while self.pump(pair):
+                    pass
+                self.deliver_in_order(number, 30)
+                self.wait(number)
+            if hasattr(self, "ways"):
+                self.commit()
+        self.holds()
+        committed = [i.state is Receiving.COMMITTED for i in getattr(self, "incoming", [])]
+        if not getattr(self, "given_up", True):
+            assert all(committed)
+            assert all(o.state is Sending.RELEASED for o in self.outgoing)
+        for outgoing in getattr(self, "outgoing", []):
+            if outgoing.pairs and not self.given_up:
+                assert outgoing.over
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

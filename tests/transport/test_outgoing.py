@@ -1,0 +1,222 @@
+import pytest
+
+from kvcache.spec import CacheSpec
+from transport.orders import Code, TransferFailed
+from transport.outgoing import Outgoing, OutgoingPair, Part, Run
+from transport.shipment import Shape
+
+SPEC = CacheSpec.full(num_layers=2, num_kv_heads=2, head_dim=2, block_size=4, dtype="float32")
+BLOCK_BYTES = 128  # of two heads: 2 heads x 2 planes x 4 tokens x 2 values x 4 bytes
+
+
+def make_pair(num_tokens: int = 40, chunk_bytes: int = 3 * BLOCK_BYTES) -> OutgoingPair:
+    return OutgoingPair((0, 1), Shape.of(SPEC, num_tokens), chunk_bytes, max_resends=2)
+
+
+def state_of(outgoing: Outgoing) -> str:
+    return outgoing.state.value
+
+
+def take_all(pair: OutgoingPair) -> list[Part]:
+    parts = []
+    while (part := pair.take()) is not None:
+        parts.append(part)
+        pair.sent(part.seq, now=0.0)
+        pair.check()
+    return parts
+
+
+def test_nothing_leaves_before_credit() -> None:
+    pair = make_pair()
+    pair.seal(Run(0, 0, (5, 6)))
+    assert pair.take() is None
+    pair.grant(0, 1 << 20)
+    assert pair.take() == Part(0, Run(0, 0, (5, 6)))
+
+
+def test_what_waited_for_credit_is_joined_by_layer_and_cut_into_chunks() -> None:
+    pair = make_pair()
+    for first_block in range(5):
+        for layer in range(2):
+            pair.seal(Run(layer, first_block, (10 + first_block,)))
+    pair.grant(0, 1 << 20)
+    assert [str(part.run) for part in take_all(pair)] == [
+        "layer 0, blocks 0-2",
+        "layer 0, blocks 3-4",
+        "layer 1, blocks 0-2",
+        "layer 1, blocks 3-4",
+    ]
+
+
+def test_resident_blocks_are_left_out() -> None:
+    pair = make_pair()
+    pair.seal(Run(0, 0, (10, 11, 12, 13), tail_tokens=1))
+    pair.seal(Run(1, 0, (10, 11)))
+    pair.grant(2, 1 << 20)
+    assert take_all(pair) == [Part(0, Run(0, 2, (12, 13), tail_tokens=1))]
+    assert pair.all_sent
+
+
+def test_only_the_chunk_with_the_last_block_knows_of_the_tail() -> None:
+    pair = make_pair()
+    pair.seal(Run(0, 0, (1, 2, 3)))
+    pair.seal(Run(0, 3, (4,), tail_tokens=2))
+    pair.grant(0, 1 << 20)
+    assert [part.run.tail_tokens for part in take_all(pair)] == [None, 2]
+
+
+def test_unacknowledged_bytes_stay_within_the_window() -> None:
+    pair = make_pair()
+    pair.seal(Run(0, 0, tuple(range(9))))
+    pair.grant(0, 7 * BLOCK_BYTES)
+    assert [part.seq for part in take_all(pair)] == [0, 1]
+    assert pair.unacked_bytes == 6 * BLOCK_BYTES
+    assert pair.acked(0)
+    assert [part.seq for part in take_all(pair)] == [2]
+
+
+def test_a_window_smaller_than_a_chunk_still_lets_one_through() -> None:
+    pair = make_pair()
+    pair.seal(Run(0, 0, tuple(range(6))))
+    pair.grant(0, 1)
+    assert [part.seq for part in take_all(pair)] == [0]
+    pair.acked(0)
+    assert [part.seq for part in take_all(pair)] == [1]
+
+
+def test_an_acknowledgement_counts_once() -> None:
+    pair = make_pair()
+    pair.seal(Run(0, 0, (1,)))
+    pair.grant(0, 1 << 20)
+    take_all(pair)
+    assert [pair.acked(0), pair.acked(0), pair.acked(7)] == [True, False, False]
+    assert pair.unacked_bytes == 0
+
+
+def test_a_refused_chunk_is_sent_again_as_it_was_and_fails_after_its_last_chance() -> None:
+    pair = make_pair()
+    pair.seal(Run(0, 0, (1, 2)))
+    pair.grant(0, 1 << 20)
+    first = take_all(pair)
+    for _ in range(2):
+        assert pair.nacked(0)
+        assert not pair.nacked(0)  # it is on its way again already
+        assert take_all(pair) == first
+    with pytest.raises(TransferFailed, match="layer 0, blocks 0-1: damaged or lost 3 times") as bad:
+        pair.nacked(0)
+    assert bad.value.code == "DATA_LOSS"
+
+
+def test_a_chunk_without_an_answer_is_sent_again_but_not_too_soon() -> None:
+    pair = make_pair()
+    pair.seal(Run(0, 0, (1,)))
+    pair.grant(0, 1 << 20)
+    part = pair.take()
+    assert part is not None
+    assert not pair.probe(sent_before=100.0)  # it has not left yet
+    pair.sent(part.seq, now=50.0)
+    assert not pair.probe(sent_before=49.0)
+    assert pair.probe(sent_before=50.0)
+    assert pair.take() == part
+
+
+def test_a_pair_without_heads_owes_nothing() -> None:
+    pair = OutgoingPair((), Shape.of(SPEC, 8), 1000, 3)
+    pair.seal(Run(0, 0, (1, 2)))
+    pair.grant(0, 1 << 20)
+    assert pair.take() is None
+    assert pair.all_sent
+
+
+def make_outgoing(num_pairs: int) -> Outgoing:
+    return Outgoing({rank: make_pair(8) for rank in range(num_pairs)})
+
+
+def test_a_shipment_walks_through_its_states() -> None:
+    outgoing = make_outgoing(1)
+    pair = outgoing.pairs[0]
+    seen = [outgoing.state]
+
+    def note() -> None:
+        outgoing.advance()
+        seen.append(outgoing.state)
+
+    outgoing.seal(Run(0, 0, (1, 2)))
+    pair.grant(0, 1 << 20)
+    note()
+    take_all(pair)
+    note()
+    outgoing.seal(Run(1, 0, (1, 2)))
+    outgoing.finish()
+    note()
+    assert not outgoing.seal_due(0)
+    take_all(pair)
+    assert outgoing.seal_due(0)
+    pair.seal_sent = True
+    pair.acked(0)
+    pair.acked(1)
+    note()
+    assert outgoing.commit(0)
+    note()
+    assert [state.value for state in seen] == [
+        "new",
+        "admitted",
+        "streaming",
+        "sealed",
+        "await_commit",
+        "released",
+    ]
+
+
+def test_a_shipment_with_nobody_to_send_to_is_done_at_once() -> None:
+    outgoing = make_outgoing(0)
+    outgoing.advance()
+    assert state_of(outgoing) == "released"
+
+
+def test_all_pairs_must_commit() -> None:
+    outgoing = make_outgoing(2)
+    outgoing.finish()
+    for pair in outgoing.pairs.values():
+        pair.grant(2, 1)
+    outgoing.advance()
+    for rank, pair in outgoing.pairs.items():
+        assert outgoing.seal_due(rank)
+        pair.seal_sent = True
+    outgoing.advance()
+    outgoing.commit(1)
+    assert state_of(outgoing) == "await_commit"
+    outgoing.commit(0)
+    assert state_of(outgoing) == "released"
+
+
+def test_the_first_failure_stands_and_a_late_success_does_not_override_it() -> None:
+    outgoing = make_outgoing(1)
+    assert outgoing.fail(Code.UNAVAILABLE, "the link is lost")
+    assert not outgoing.fail(Code.DATA_LOSS, "late")
+    outgoing.pairs[0].grant(0, 1)
+    outgoing.pairs[0].seal_sent = True
+    outgoing.finish()
+    assert not outgoing.commit(0)
+    outgoing.drained()
+    outgoing.drained()
+    assert state_of(outgoing) == "drained"
+    assert str(outgoing.failure) == "UNAVAILABLE: the link is lost"
+
+
+def test_a_commit_before_everything_was_sent_is_not_believed() -> None:
+    outgoing = make_outgoing(1)
+    outgoing.pairs[0].grant(0, 1)
+    assert not outgoing.commit(0)
+
+
+def test_a_failure_names_the_first_cells_that_may_be_missing() -> None:
+    pair = make_pair()
+    assert pair.where() == "before layer 0, block 0"
+    pair.seal(Run(0, 0, (1, 2)))
+    pair.grant(0, 1 << 20)
+    take_all(pair)
+    pair.seal(Run(1, 0, (1, 2)))
+    assert pair.where() == "layer 0, blocks 0-1"
+    pair.acked(0)
+    assert pair.where() == "layer 1, block 0"
