@@ -17,7 +17,7 @@ help:
 	@echo "make test      run every test (ARGS='tests/engine -x' to choose)"
 	@echo "make check     formatting, lint, types, floor plan, generated stubs"
 	@echo "make bench     run every benchmark; make bench-NAME runs bench/NAME.py"
-	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-gpu  the checks that need a CUDA device"
 	@echo "make proto     regenerate the gRPC stubs"
 
 # Done again only when what it depends on has changed.
@@ -43,13 +43,13 @@ test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 test-gpu: setup
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python tests/gpu/run_all.py $(ARGS)
 
 demo: setup
 	@$(BIN)/python -m kvferry demo
 
 bench: setup
-	@set -e; for file in bench/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+	@set -e; for file in $(wildcard bench/[a-z]*.py); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 bench-%: setup
 	@$(BIN)/python bench/$*.py $(ARGS)

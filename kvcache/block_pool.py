@@ -208,15 +208,15 @@ class BlockPool:
     def _check_names(self, cached: set[int]) -> None:
         named = {b.name: b.block_id for b in self._blocks if b.name is not None}
         assert named == self._named, "names and blocks disagree"
-        met: set[int] = set()
-        for block in (self._blocks[block_id] for block_id in self._named.values()):
-            if block.parent is not None:
-                assert block.parent in met, f"block {block.block_id} stands without its parent"
-                assert block.block_id in self._blocks[block.parent].children
-            met.add(block.block_id)
+        children: dict[int, set[int]] = {}
+        for block_id in self._named.values():
+            parent = self._blocks[block_id].parent
+            if parent is not None:
+                assert parent in children, f"block {block_id} stands without its parent"
+                children[parent].add(block_id)
+            children[block_id] = set()
         for block in self._blocks:
-            children = {b.block_id for b in self._blocks if b.parent == block.block_id}
-            assert block.children == children, f"block {block.block_id} and its children disagree"
+            assert block.children == children.get(block.block_id, set()), f"children of {block}"
         leaves = {i for i in cached if not self._blocks[i].children}
         evictable = {block_id for _, block_id in filter(self._is_current, self._leaves)}
         assert evictable == leaves, f"leaves {leaves}, evictable {evictable}"

@@ -12,8 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gguf import GGUFReader
-
 from kvcache.block_hash import Namespace, namespace
 from kvcache.head_map import HeadMap
 from kvcache.spec import CacheSpec
@@ -67,14 +65,12 @@ class ModelSource:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a generation, the checkpoint's own settings first."""
-        ids: list[int] = []
-        if self.kind == "hf" and self.path is not None:
-            for name in ("generation_config.json", "config.json"):
-                if not ids and (self.path / name).exists():
-                    values = read_json(self.path / name)
-                    ids += Fields(str(self.path / name), values).integers("eos_token_id")
-        ids += self._tokenizer.eos_token_ids
+        """Every id that ends a generation, whichever file of the checkpoint says so."""
+        ids = self._tokenizer.eos_token_ids
+        folder = self.path if self.kind == "hf" else None
+        if folder is not None and not (folder / "generation_config.json").exists():
+            path = folder / "config.json"
+            ids += Fields(str(path), read_json(path)).integers("eos_token_id")
         return tuple(dict.fromkeys(ids))
 
     def weights_fingerprint(self) -> bytes:
@@ -123,7 +119,7 @@ class ModelSource:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         if self._gguf is not None:
-            return tokenizers.from_gguf(GGUFReader(self._gguf.path), str(self.path))
+            return tokenizers.from_gguf(self._gguf.fields, str(self.path))
         if self.path is not None:
             return tokenizers.from_hf(self.path)
         return tokenizers.byte_tokenizer()

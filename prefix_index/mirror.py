@@ -5,8 +5,9 @@ stream missed shows as a gap in a worker's numbers, a number that is not reached
 that differs; then that worker's entries are read again. An index that cannot be reached leaves the
 mirror as it is: its age grows, its answers go on.
 
-A worker leaves the mirror when its lease has lapsed or it says goodbye. One that is merely unknown
-to the index, because the store lost its contents, gets `grace_s` to announce itself again.
+A worker leaves the mirror when its lease has lapsed or it says goodbye. It gets `grace_s` to come
+back when it is merely unknown, because the store lost its contents, and when the store was out of
+reach until just now, so that nobody could renew a lease.
 """
 
 import asyncio
@@ -97,6 +98,7 @@ class Mirror:
         self._cursor: Cursor | None = None
         self._survey_due = -math.inf
         self._heard_at = -math.inf
+        self._in_touch_since = -math.inf
         self._failing = False
 
     @property
@@ -134,7 +136,6 @@ class Mirror:
         while True:
             try:
                 await self.step()
-                self._note_success()
             except IndexUnavailable as error:
                 self._note_failure("index_unavailable", str(error))
                 await self._clock.sleep(RETRY_S)
@@ -146,15 +147,17 @@ class Mirror:
         """Survey if it is time to, else wait for changes and apply them."""
         wait_s = self._survey_due - self._clock.now()
         if self._cursor is None or wait_s <= 0:
-            await self._compare(await self._index.survey())
+            survey = await self._index.survey()
+            self._note_contact()
+            await self._compare(survey)
             self._survey_due = self._clock.now() + self._survey_s
         else:
             news = await self._index.follow(self._cursor, wait_s)
+            self._note_contact()
             self.counts.garbage += news.num_garbage
             for change in news.changes:
                 await self._apply(change)
             self._cursor = news.cursor
-        self._heard_at = self._clock.now()
         while self._table.sweep(MAX_BLOCKS_A_TURN):
             await asyncio.sleep(0)
 
@@ -194,7 +197,8 @@ class Mirror:
     def _miss(self, view: _View, *, expired: bool) -> None:
         now = self._clock.now()
         view.missing_since = min(view.missing_since, now)
-        if expired or now - view.missing_since >= self._grace_s:
+        since = self._in_touch_since if expired else view.missing_since
+        if now - since >= self._grace_s:
             self._drop(view)
 
     async def _apply(self, change: Change) -> None:
@@ -299,7 +303,11 @@ class Mirror:
             log.warning(event, reason=reason)
         self._failing = True
 
-    def _note_success(self) -> None:
+    def _note_contact(self) -> None:
+        now = self._clock.now()
+        if now - self._heard_at > 2 * self._survey_s:
+            self._in_touch_since = now
+        self._heard_at = now
         if self._failing:
             log.warning("index_reachable", failures=self.counts.failures)
         self._failing = False

@@ -8,8 +8,7 @@
 Everything booked on a worker is booked and returned here, and `check()` proves the books.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import grpc.aio
@@ -17,14 +16,10 @@ import structlog
 
 from engine.clock import Clock
 from kvcache.block_hash import BlockHash, Namespace
-from prefix_index.index import Load, Manifest, Role, WorkerRecord
-from router import policy
+from prefix_index.index import Manifest, Role, WorkerRecord
 from router.doubts import Doubts, Party
+from router.snapshot import Snapshot, take_snapshot
 from router.worker import Booking, Worker
-
-NO_SPEED_YET_MS = 1.0  # per prompt token, until a worker has measured its own
-BYTES_PER_VALUE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
-PLANES = 2  # K and V
 
 
 class Mirrors(Protocol):
@@ -36,17 +31,6 @@ class Mirrors(Protocol):
 
 
 BlockNames = Callable[[Namespace, int], Sequence[BlockHash]]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The fleet as one decision sees it, and the workers its names stand for."""
-
-    prompt: policy.Prompt
-    replicas: policy.Replicas
-    prefills: Mapping[str, Worker]
-    decodes: Mapping[str, Worker]
-    best_match: int  # blocks that some usable worker holds
 
 
 class Fleet:
@@ -110,7 +94,7 @@ class Fleet:
         decodes = [each for each in self._workers.values() if each.record.role is Role.DECODE]
         if not decodes:
             return "no decode replica is live"
-        reasons = [_standing(worker) for worker in decodes]
+        reasons = [worker.standing for worker in decodes]
         if not all(reasons):
             return ""
         return "; ".join(f"{each.name} {why}" for each, why in zip(decodes, reasons, strict=True))
@@ -143,36 +127,17 @@ class Fleet:
         *,
         trusting: bool = False,
     ) -> Snapshot:
-        """What `policy.choose` needs. `without` excludes parties, each with a reason."""
+        """What one decision is made from. `without` excludes parties; `trusting` forgets doubts."""
         self.refresh()
-        without = without or {}
-        prefills = {each.name: each for each in self._of(Role.PREFILL)}
-        decodes = {each.name: each for each in self._of(Role.DECODE)}
-        shape = _shape([*decodes.values(), *prefills.values()])
+        excluded = without or {}
+
+        def refused(party: Party) -> str:
+            return excluded.get(party, "") or ("" if trusting else self.doubts.why(party))
+
+        workers = list(self._workers.values())
         matched = self._matches(names)
-        seen = {
-            worker.record.instance: self._replica(worker, shape, matched, without)
-            for worker in self._workers.values()
-        }
-        replicas = policy.Replicas(
-            prefills=[seen[each.record.instance] for each in prefills.values()],
-            decodes=[seen[each.record.instance] for each in decodes.values()],
-            refused_pairs=self._refused_pairs(prefills, decodes, without),
-            link_bytes_per_ms={
-                (p.name, d.name): self._link_bytes_per_ms[pair]
-                for p in prefills.values()
-                for d in decodes.values()
-                if (pair := (p.record.instance, d.record.instance)) in self._link_bytes_per_ms
-            },
-        )
-        usable = [each.matched_blocks for each in seen.values() if not each.refused]
-        return Snapshot(
-            prompt=_prompt(num_tokens, key, shape),
-            replicas=replicas,
-            prefills=prefills,
-            decodes=decodes,
-            best_match=max(usable, default=0),
-        )
+        links = self._link_bytes_per_ms
+        return take_snapshot(num_tokens, key, workers, matched, links, refused)
 
     def book(self, computing: Worker, streaming: Worker, tokens: int) -> Booking:
         computing.booked_tokens += tokens
@@ -216,39 +181,6 @@ class Fleet:
         }
         self._log.info("worker.gone", worker=worker.name, reason=reason)
 
-    def _of(self, role: Role) -> list[Worker]:
-        """By name; of two lives seen at once, the later one."""
-        workers = [each for each in self._workers.values() if each.record.role is role]
-        return sorted(workers, key=lambda worker: (worker.name, worker.record.epoch))
-
-    def _refusal(self, worker: Worker, without: Mapping[Party, str]) -> str:
-        instance = worker.record.instance
-        if worker.unfit:
-            return worker.unfit
-        if worker.record.load.draining:
-            return "is draining"
-        return without.get(instance, "") or self.doubts.why(instance)
-
-    def _refused_pairs(
-        self,
-        prefills: Mapping[str, Worker],
-        decodes: Mapping[str, Worker],
-        without: Mapping[Party, str],
-    ) -> dict[tuple[str, str], str]:
-        refused: dict[tuple[str, str], str] = {}
-        for prefill in prefills.values():
-            for decode in decodes.values():
-                pair = (prefill.record.instance, decode.record.instance)
-                why = (
-                    prefill.record.manifest.mismatch(decode.record.manifest)
-                    or without.get(pair)
-                    or self.doubts.why(pair)
-                )
-                if why:
-                    both = f"{prefill.name} and {decode.name}"
-                    refused[prefill.name, decode.name] = f"{both}: {why}"
-        return refused
-
     def _matches(self, names: BlockNames) -> dict[str, int]:
         """Tokens of the prompt each worker holds, by worker name, from the root."""
         matched: dict[str, int] = {}
@@ -262,46 +194,3 @@ class Fleet:
             for name, num_blocks in found.items():
                 matched[name] = max(matched.get(name, 0), num_blocks * block_size)
         return matched
-
-    def _replica(
-        self,
-        worker: Worker,
-        shape: Manifest | None,
-        matched: Mapping[str, int],
-        without: Mapping[Party, str],
-    ) -> policy.Replica:
-        assert shape is not None
-        load: Load = worker.record.load
-        return policy.Replica(
-            name=worker.name,
-            ms_per_token=load.prefill_ms_per_token or NO_SPEED_YET_MS,
-            queued_tokens=worker.foreign_tokens + worker.booked_tokens,
-            matched_blocks=matched.get(worker.name, 0) // shape.block_size,
-            running=max(load.running, worker.booked_requests),
-            waiting=load.waiting,
-            step_ms=load.decode_step_ms,
-            free_blocks=load.free_blocks,
-            total_blocks=load.total_blocks,
-            wires=worker.record.manifest.wires,
-            refused=self._refusal(worker, without),
-        )
-
-
-def _shape(workers: Iterable[Worker]) -> Manifest | None:
-    """The geometry that blocks are counted in: that of the first worker that fits, decode first."""
-    ordered = sorted(workers, key=lambda worker: bool(worker.unfit))
-    return ordered[0].record.manifest if ordered else None
-
-
-def _prompt(num_tokens: int, key: bytes, shape: Manifest | None) -> policy.Prompt:
-    if shape is None:
-        return policy.Prompt(num_tokens, block_size=16, block_bytes=0, num_layers=1, key=key)
-    cells = shape.num_layers * shape.num_kv_heads * PLANES
-    value_bytes = BYTES_PER_VALUE.get(shape.dtype, 4)
-    return policy.Prompt(
-        num_tokens=num_tokens,
-        block_size=shape.block_size,
-        block_bytes=cells * shape.block_size * shape.head_dim * value_bytes,
-        num_layers=shape.num_layers,
-        key=key,
-    )

@@ -26,7 +26,7 @@ from router.attempt import Attempt, AttemptFailed
 from router.doubts import Party
 from router.errors import Broken, RequestFailed, TimedOut, Unavailable
 from router.explain import explanation
-from router.fleet import BlockNames, Fleet, Snapshot
+from router.fleet import BlockNames, Fleet
 from router.journey import Journey
 from router.legs import Work
 from router.metrics import Metrics
@@ -35,6 +35,7 @@ from router.register import Register, Ticket
 from router.request import AcceptedRequest, Tenant
 from router.retry import conclusion, may_try_again
 from router.served_model import ServedModel
+from router.snapshot import Snapshot
 from router.transcript import Diverged, Transcript
 from router.validation import Validator, checked_request_id
 
@@ -222,9 +223,17 @@ class Handler:
         without: dict[Party, str],
         pins: policy.Pins | None = None,
     ) -> tuple[Snapshot, policy.Decision]:
-        snapshot = self._fleet.snapshot(len(request.prompt), request.digest(), names, without)
-        pins = pins or request.pins
-        return snapshot, policy.choose(snapshot.prompt, snapshot.replicas, pins, self._weights)
+        """Those in doubt are asked only where nobody else is left."""
+        for trusting in (False, True):
+            snapshot = self._fleet.snapshot(
+                len(request.prompt), request.digest(), names, without, trusting=trusting
+            )
+            decision = policy.choose(
+                snapshot.prompt, snapshot.replicas, pins or request.pins, self._weights
+            )
+            if decision.chosen is not None:
+                break
+        return snapshot, decision
 
     async def _first_choice(self, served: _Served) -> tuple[Snapshot, policy.Decision]:
         """Wait a little where nobody can serve: a cluster that starts, a worker that comes back."""

@@ -32,6 +32,11 @@ class Worker:
         return self.record.name
 
     @property
+    def standing(self) -> str:
+        """Why it can take no request at all now; empty when it can."""
+        return self.unfit or ("is draining" if self.record.load.draining else "")
+
+    @property
     def connected(self) -> bool:
         """False once the peer has closed or refused the connection, as a dead process does."""
         return self.channel.get_state() is grpc.ChannelConnectivity.READY

@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 from engine.step_plan import SlicePlan, StepPlan
 from prefill_worker.sealing import SealingObserver
 from transport.orders import FirstToken
@@ -17,12 +19,12 @@ class Notebook:
         request_key: int,
         layer: int,
         first_block: int,
-        block_ids: tuple[int, ...],
+        block_ids: Sequence[int],
         tail_tokens: int | None,
     ) -> None:
         self.seals.append((request_key, layer, first_block, tuple(block_ids), tail_tokens))
 
-    def finish(self, request_key: int, first_tokens: tuple[FirstToken, ...] = ()) -> None:
+    def finish(self, request_key: int, first_tokens: Sequence[FirstToken] = ()) -> None:
         self.finished.append(request_key)
 
 

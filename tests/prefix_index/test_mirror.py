@@ -230,11 +230,30 @@ async def test_a_stream_that_begins_anew_is_followed_from_its_beginning(
 async def test_a_lapsed_lease_removes_the_worker_at_the_next_survey(
     index: WatchedIndex, mirror: Mirror, clock: ManualClock
 ) -> None:
-    await index.register(worker(), LEASE_S)
+    await index.register(worker("w0"), LEASE_S)
+    await index.register(worker("w1"), 3600.0)
     await mirror.step()
-    clock.advance(LEASE_S)
+    for _ in range(4):
+        await look(mirror, clock)
+        assert mirror.workers() == (worker("w0"), worker("w1"))
+    await look(mirror, clock)
+    assert mirror.workers() == (worker("w1"),)
+
+
+async def test_leases_that_nobody_could_renew_are_not_held_against_the_workers(
+    index: WatchedIndex, mirror: Mirror, clock: ManualClock
+) -> None:
+    """F11: Redis hung for longer than a lease, and is asked before the workers are back."""
+    await index.register(worker("w0"), LEASE_S)
+    await index.register(worker("w1"), LEASE_S)
     await mirror.step()
-    assert mirror.workers() == ()
+    clock.advance(30.0)
+    await look(mirror, clock)
+    assert mirror.workers() == (worker("w0"), worker("w1"))
+    await index.register(worker("w0"), 3600.0)
+    for _ in range(5):
+        await look(mirror, clock)
+    assert mirror.workers() == (worker("w0"),)
 
 
 async def test_workers_survive_a_wiped_store_for_a_while(

@@ -5,9 +5,10 @@ ranks and queues for wires. What differs from a cluster is who starts them and h
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from decode_worker.decoding import Decoding
 from decode_worker.settings import DecodeSettings
@@ -15,6 +16,7 @@ from decode_worker.side import DecodeSide
 from engine import follower
 from engine.clock import MonotonicClock
 from engine.engine import Engine, EngineConfig
+from engine.runner import SliceObserver
 from engine.sampling_params import SamplingParams
 from kvcache.block_pool import BlockPool
 from model.comm import Comm, SingleComm, ThreadComm
@@ -33,6 +35,7 @@ from worker.role import Front, RankContext
 from worker.settings import WorkerSettings
 from worker.work import WorkIntake
 
+Event = TypeVar("Event")
 _serial = itertools.count(1)
 
 
@@ -188,7 +191,7 @@ def decode_request(
     return request
 
 
-async def _events(events: AsyncIterator[object]) -> list[object]:
+async def _events(events: AsyncIterator[Event]) -> list[Event]:
     return [event async for event in events]
 
 
@@ -245,7 +248,7 @@ def _engine(
     settings: WorkerSettings,
     parts: list[RankParts],
     comms: list[Comm],
-    observers: list[object],
+    observers: Sequence[SliceObserver | None],
     stack: AsyncExitStack,
 ) -> Engine:
     config = EngineConfig(settings.max_tokens_per_step, settings.max_running)

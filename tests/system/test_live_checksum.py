@@ -110,10 +110,10 @@ async def test_500_requests_a_third_cancelled_leave_nothing_behind(cluster: Live
 
     async def request(number: int) -> None:
         prompt = prompt_of(random.randrange(1, 150), seed=1000 + number)
-        sampling = {"max_tokens": random.randrange(1, 30), "temperature": 0, "ignore_eos": True}
-        call = cluster.generate(prompt, **sampling)
+        count = random.randrange(1, 30)
+        call = cluster.generate(prompt, max_tokens=count, temperature=0, ignore_eos=True)
         if number % 3:
-            assert (await call).output == expected(prompt, sampling["max_tokens"])
+            assert (await call).output == expected(prompt, count)
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(random.random() * 0.3):

@@ -28,6 +28,20 @@ BLOCK_BYTES = 8  # of one head: 2 planes x 4 tokens
 WINDOW = 4 * BLOCK_BYTES
 MAX_RESENDS = 3
 
+EVENTS = [
+    *["send"] * 4,
+    *["arrive"] * 4,
+    *["answer"] * 4,
+    *["finish_verifying"] * 3,
+    "arrive_out_of_order",
+    "repeat",
+    "lose",
+    "damage",
+    "wait",
+]
+PAIRS = st.integers(0, 8)
+INDEXES = st.integers(0, 20)
+
 Message = tuple[str, object]
 Pair = tuple[int, int]  # prefill rank, decode rank
 
@@ -48,10 +62,18 @@ class AnyHistory(RuleBasedStateMachine):
         num_tokens=st.integers(1, 18),
         resident=st.integers(0, 5),
         chunk_blocks=st.integers(1, 3),
+        faulty=st.booleans(),
     )
     def begin(
-        self, prefill_tp: int, decode_tp: int, num_tokens: int, resident: int, chunk_blocks: int
+        self,
+        prefill_tp: int,
+        decode_tp: int,
+        num_tokens: int,
+        resident: int,
+        chunk_blocks: int,
+        faulty: bool,
     ) -> None:
+        self.faulty = faulty
         self.shape = Shape.of(SPEC, num_tokens)
         self.num_tokens = num_tokens
         self.first_block = min(resident, self.shape.num_blocks)
@@ -226,13 +248,10 @@ class AnyHistory(RuleBasedStateMachine):
 
     # what may happen
 
-    pairs = st.integers(0, 8)
-    indexes = st.integers(0, 20)
-
     def pair(self, number: int) -> Pair:
         return list(self.ways)[number % len(self.ways)]
 
-    @rule(number=st.integers(0, 2), count=st.integers(1, 6))
+    @rule(number=st.integers(0, 2), count=st.integers(1, 10))
     def seal(self, number: int, count: int) -> None:
         rank = number % len(self.outgoing)
         outgoing = self.outgoing[rank]
@@ -244,58 +263,50 @@ class AnyHistory(RuleBasedStateMachine):
             else:
                 outgoing.finish()
 
-    @rule(number=pairs, count=st.integers(1, 4))
-    def send(self, number: int, count: int) -> None:
-        for _ in range(count):
-            self.pump(self.pair(number))
+    @rule(events=st.lists(st.tuples(st.sampled_from(EVENTS), PAIRS, INDEXES), min_size=4))
+    def happen(self, events: list[tuple[str, int, int]]) -> None:
+        for event, number, index in events:
+            getattr(self, event)(self.pair(number), index)
 
-    @rule(number=pairs, index=indexes, up=st.booleans())
-    def deliver(self, number: int, index: int, up: bool) -> None:
-        pair = self.pair(number)
-        queue = self.ways[pair].up if up else self.ways[pair].down
-        if queue:
-            (self.at_prefill if up else self.at_decode)(pair, *queue.pop(index % len(queue)))
+    def send(self, pair: Pair, index: int) -> None:
+        self.pump(pair)
 
-    @rule(number=pairs, count=st.integers(1, 8))
-    def deliver_in_order(self, number: int, count: int) -> None:
-        pair = self.pair(number)
-        for _ in range(count):
-            if self.ways[pair].down:
-                self.at_decode(pair, *self.ways[pair].down.pop(0))
-            if self.ways[pair].staged:
-                self.verify(pair, 0)
-            if self.ways[pair].up:
-                self.at_prefill(pair, *self.ways[pair].up.pop(0))
+    def arrive(self, pair: Pair, index: int) -> None:
+        down = self.ways[pair].down
+        if down:
+            self.at_decode(pair, *down.pop(0))
 
-    @rule(number=pairs, index=indexes)
-    def finish_verifying(self, number: int, index: int) -> None:
-        pair = self.pair(number)
-        if self.ways[pair].staged:
-            self.verify(pair, index % len(self.ways[pair].staged))
+    def arrive_out_of_order(self, pair: Pair, index: int) -> None:
+        down = self.ways[pair].down
+        if down:
+            self.at_decode(pair, *down.pop(index % len(down)))
 
-    @rule(number=pairs, index=indexes, up=st.booleans())
-    def repeat(self, number: int, index: int, up: bool) -> None:
-        way = self.ways[self.pair(number)]
-        queue = way.up if up else way.down
+    def answer(self, pair: Pair, index: int) -> None:
+        up = self.ways[pair].up
+        if up:
+            self.at_prefill(pair, *up.pop(0))
+
+    def finish_verifying(self, pair: Pair, index: int) -> None:
+        staged = self.ways[pair].staged
+        if staged:
+            self.verify(pair, index % len(staged))
+
+    def repeat(self, pair: Pair, index: int) -> None:
+        queue = (self.ways[pair].down, self.ways[pair].up)[index % 2]
         if queue:
             queue.append(queue[index % len(queue)])
 
-    @rule(number=pairs, index=indexes, up=st.booleans())
-    def lose(self, number: int, index: int, up: bool) -> None:
-        way = self.ways[self.pair(number)]
-        queue = way.up if up else way.down
+    def lose(self, pair: Pair, index: int) -> None:
+        queue = (self.ways[pair].down, self.ways[pair].up)[index % 2]
         if queue:
             queue.pop(index % len(queue))
 
-    @rule(number=pairs, index=indexes)
-    def damage(self, number: int, index: int) -> None:
-        down = self.ways[self.pair(number)].down
+    def damage(self, pair: Pair, index: int) -> None:
+        down = self.ways[pair].down
         if down and down[index % len(down)][0] == "chunk":
             down[index % len(down)] = ("damaged", down[index % len(down)][1])
 
-    @rule(number=pairs)
-    def wait(self, number: int) -> None:
-        pair = self.pair(number)
+    def wait(self, pair: Pair, index: int) -> None:
         self.outgoing[pair[0]].pairs[pair[1]].probe(sent_before=1.0)
         self.remind(pair)
 
@@ -308,29 +319,22 @@ class AnyHistory(RuleBasedStateMachine):
                     if pair[1] == rank:
                         way.up.append(("commit", None))
 
-    @precondition(lambda self: not self.given_up)
-    @rule(number=st.integers(0, 40))
-    def give_up(self, number: int) -> None:
-        """Seldom: a history that ends early shows little."""
-        if number < len(self.outgoing):
-            self.give_up_prefill(number)
-        elif number > 40 - len(self.incoming):
-            self.incoming[40 - number].fail(Code.CANCELLED, "given up")
-            self.settle(40 - number)
-
-    @precondition(lambda self: not self.given_up)
-    @rule(number=st.integers(0, 40))
-    def cut(self, number: int) -> None:
-        if number < len(self.ways):
-            pair = self.pair(number)
-            way = self.ways[pair]
-            way.down.clear()
-            way.up.clear()
-            if not self.outgoing[pair[0]].pairs[pair[1]].committed:
-                self.give_up_prefill(pair[0], Code.UNAVAILABLE)
-            self.incoming[pair[1]].lose(pair[0], "cut")
-            self.given_up = True
-            self.settle(pair[1])
+    @precondition(lambda self: self.faulty and not self.given_up)
+    @rule(number=st.integers(0, 9), end=st.sampled_from(["prefill", "decode", "link"]))
+    def give_up(self, number: int, end: str) -> None:
+        self.given_up = True
+        prefill, decode = pair = self.pair(number)
+        if end == "prefill":
+            self.give_up_prefill(prefill)
+        elif end == "decode":
+            self.incoming[decode].fail(Code.CANCELLED, "given up")
+        else:
+            self.ways[pair].down.clear()
+            self.ways[pair].up.clear()
+            if not self.outgoing[prefill].pairs[decode].committed:
+                self.give_up_prefill(prefill, Code.UNAVAILABLE)
+            self.incoming[decode].lose(prefill, "cut")
+        self.settle(decode)
 
     # what holds all the time, and in the end
 
@@ -368,11 +372,14 @@ class AnyHistory(RuleBasedStateMachine):
         for _ in range(60):
             for rank in range(len(getattr(self, "outgoing", []))):
                 self.seal(rank, 100)
-            for number, pair in enumerate(list(getattr(self, "ways", {}))):
+            for pair in getattr(self, "ways", {}):
                 while self.pump(pair):
                     pass
-                self.deliver_in_order(number, 30)
-                self.wait(number)
+                for index in range(30):
+                    self.arrive(pair, index)
+                    self.finish_verifying(pair, 0)
+                    self.answer(pair, index)
+                self.wait(pair, 0)
             if hasattr(self, "ways"):
                 self.commit()
         self.holds()

@@ -1,5 +1,7 @@
 import asyncio
 import socket
+from collections.abc import AsyncGenerator
+from typing import cast
 
 import grpc
 import httpx
@@ -75,7 +77,7 @@ async def test_a_port_in_use_is_named() -> None:
 
 class _Refusing(worker_pb2_grpc.DecodeWorkerServicer):
     async def Decode(self, request: worker_pb2.DecodeRequest, context: Context) -> None:
-        async def events():  # type: ignore[no-untyped-def]
+        async def events() -> AsyncGenerator[worker_pb2.DecodeEvent, None]:
             yield worker_pb2.DecodeEvent(reserved=worker_pb2.DecodeReserved(cached_blocks=2))
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no blocks", retry_after_s=1.5)
 
@@ -93,7 +95,9 @@ async def test_a_refusal_carries_its_hint_and_a_replaced_worker_says_so() -> Non
             async for event in stub.Decode(worker_pb2.DecodeRequest(expected_instance="i1")):
                 events.append(event)
         assert events[0].reserved.cached_blocks == 2
-        (detail,) = rpc_status.from_call(full.value).details
+        status = rpc_status.from_call(cast(grpc.Call, full.value))
+        assert status is not None
+        (detail,) = status.details
         hint = RetryInfo()
         assert detail.Unpack(hint)
         assert hint.retry_delay.ToMilliseconds() == 1500

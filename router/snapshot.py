@@ -1,0 +1,119 @@
+"""The fleet at one moment, in the terms of the policy."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prefix_index.index import Manifest, Role
+from router import policy
+from router.doubts import Party
+from router.worker import Worker
+
+NO_SPEED_YET_MS = 1.0  # per prompt token, until a worker has measured its own
+BYTES_PER_VALUE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+PLANES = 2  # K and V
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one decision is made from, and the workers that its names stand for."""
+
+    prompt: policy.Prompt
+    replicas: policy.Replicas
+    prefills: Mapping[str, Worker]
+    decodes: Mapping[str, Worker]
+
+    @property
+    def best_match(self) -> int:
+        """The most blocks that any usable worker holds."""
+        seen = [*self.replicas.prefills, *self.replicas.decodes]
+        return max((each.matched_blocks for each in seen if not each.refused), default=0)
+
+
+def take_snapshot(
+    num_tokens: int,
+    key: bytes,
+    workers: Sequence[Worker],
+    matched_tokens: Mapping[str, int],
+    link_bytes_per_ms: Mapping[tuple[str, str], float],
+    refused: Callable[[Party], str],
+) -> Snapshot:
+    """`matched_tokens` is by worker name, link speeds by pair of instances.
+
+    `refused` says what speaks against an instance or a pair of them, beyond their own state.
+    """
+    prefills = _by_name(workers, Role.PREFILL)
+    decodes = _by_name(workers, Role.DECODE)
+    shape = _shape([*decodes.values(), *prefills.values()])
+    pairs = [(prefill, decode) for prefill in prefills.values() for decode in decodes.values()]
+
+    def replica(worker: Worker) -> policy.Replica:
+        matched = matched_tokens.get(worker.name, 0) // (shape.block_size if shape else 1)
+        why = worker.standing or refused(worker.record.instance)
+        return _replica(worker, matched, why)
+
+    replicas = policy.Replicas(
+        prefills=[replica(worker) for worker in prefills.values()],
+        decodes=[replica(worker) for worker in decodes.values()],
+        refused_pairs={
+            (prefill.name, decode.name): f"{prefill.name} and {decode.name}: {why}"
+            for prefill, decode in pairs
+            if (why := _mismatch(prefill, decode) or refused(_instances(prefill, decode)))
+        },
+        link_bytes_per_ms={
+            (prefill.name, decode.name): speed
+            for prefill, decode in pairs
+            if (speed := link_bytes_per_ms.get(_instances(prefill, decode)))
+        },
+    )
+    return Snapshot(_prompt(num_tokens, key, shape), replicas, prefills, decodes)
+
+
+def _by_name(workers: Iterable[Worker], role: Role) -> dict[str, Worker]:
+    """Of two lives seen at once, the later one."""
+    chosen = sorted(workers, key=lambda worker: (worker.name, worker.record.epoch))
+    return {worker.name: worker for worker in chosen if worker.record.role is role}
+
+
+def _shape(workers: Iterable[Worker]) -> Manifest | None:
+    """The geometry that blocks are counted in: that of the first worker that fits, decode first."""
+    ordered = sorted(workers, key=lambda worker: bool(worker.unfit))
+    return ordered[0].record.manifest if ordered else None
+
+
+def _instances(prefill: Worker, decode: Worker) -> tuple[str, str]:
+    return prefill.record.instance, decode.record.instance
+
+
+def _mismatch(prefill: Worker, decode: Worker) -> str:
+    return prefill.record.manifest.mismatch(decode.record.manifest) or ""
+
+
+def _replica(worker: Worker, matched_blocks: int, refused: str) -> policy.Replica:
+    load = worker.record.load
+    return policy.Replica(
+        name=worker.name,
+        ms_per_token=load.prefill_ms_per_token or NO_SPEED_YET_MS,
+        queued_tokens=worker.foreign_tokens + worker.booked_tokens,
+        matched_blocks=matched_blocks,
+        running=max(load.running, worker.booked_requests),
+        waiting=load.waiting,
+        step_ms=load.decode_step_ms,
+        free_blocks=load.free_blocks,
+        total_blocks=load.total_blocks,
+        wires=worker.record.manifest.wires,
+        refused=refused,
+    )
+
+
+def _prompt(num_tokens: int, key: bytes, shape: Manifest | None) -> policy.Prompt:
+    if shape is None:
+        return policy.Prompt(num_tokens, block_size=16, block_bytes=0, num_layers=1, key=key)
+    cells = shape.num_layers * shape.num_kv_heads * PLANES
+    value_bytes = BYTES_PER_VALUE.get(shape.dtype, 4)
+    return policy.Prompt(
+        num_tokens=num_tokens,
+        block_size=shape.block_size,
+        block_bytes=cells * shape.block_size * shape.head_dim * value_bytes,
+        num_layers=shape.num_layers,
+        key=key,
+    )

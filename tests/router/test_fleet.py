@@ -1,0 +1,289 @@
+"""Who is live, who fits, what is booked, whom we doubt."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from engine.clock import ManualClock
+from kvcache.block_hash import PUBLIC, BlockHash, Namespace, name_blocks
+from prefix_index.index import Load, Manifest, Role, WorkerRecord
+from router.doubts import Doubts
+from router.fleet import Fleet
+from router.journal import journal
+from router.policy import choose
+from router.snapshot import Snapshot
+from tests.router.fakes import IDLE, MANIFEST, MODEL, PROMPT, FakeCluster
+
+
+class FakeMirror:
+    def __init__(self) -> None:
+        self.records: list[WorkerRecord] = []
+        self.held: dict[str, int] = {}
+        self.asked: list[Sequence[bytes]] = []
+
+    def workers(self) -> list[WorkerRecord]:
+        return self.records
+
+    def longest(self, names: Sequence[bytes]) -> Mapping[str, int]:
+        self.asked.append(names)
+        return self.held
+
+
+class FakeChannel:
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def close(self, grace: float | None) -> None:
+        self.closed = True
+
+
+class Leg:
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def lose(self, reason: str) -> None:
+        self.reason = reason
+
+
+class Bench:
+    """A fleet whose mirror, clock and channels are in the test's hands."""
+
+    def __init__(self) -> None:
+        self.mirror = FakeMirror()
+        self.clock = ManualClock()
+        self.channels: list[FakeChannel] = []
+        self.lines = io.StringIO()
+        self.fleet = Fleet(
+            self.mirror, MODEL.unfit, self.connect, self.clock, journal(self.lines), doubt_s=2.0
+        )
+
+    def connect(self, address: str) -> Any:
+        self.channels.append(FakeChannel())
+        return self.channels[-1]
+
+    def show(self, *records: WorkerRecord) -> None:
+        self.mirror.records = list(records)
+        self.fleet.refresh()
+
+    def snapshot(self, **options: Any) -> Snapshot:
+        return self.fleet.snapshot(len(PROMPT), b"key", names, **options)
+
+
+def names(namespace: Namespace, block_size: int) -> list[BlockHash]:
+    return name_blocks(namespace, PUBLIC, PROMPT, block_size)
+
+
+def record(
+    name: str, *, epoch: int = 1, load: Load = IDLE, manifest: Manifest = MANIFEST
+) -> WorkerRecord:
+    role = Role(name.partition("-")[0])
+    address = "127.0.0.1:1"
+    return WorkerRecord(
+        name,
+        role,
+        f"{name}-life-{epoch}",
+        epoch,
+        address,
+        "",
+        (address,),
+        ((0, 3),),
+        manifest,
+        load,
+    )
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def refusals(snapshot: Snapshot) -> dict[str, str]:
+    replicas = [*snapshot.replicas.prefills, *snapshot.replicas.decodes]
+    return {each.name: each.refused for each in replicas}
+
+
+def test_matched_blocks_come_from_the_mirror_under_the_workers_own_namespace(bench: Bench) -> None:
+    bench.show(record("prefill-0"), record("prefill-1"), record("decode-0"))
+    bench.mirror.held = {"prefill-1": 3, "decode-0": 1}
+    snapshot = bench.snapshot()
+    assert [each.matched_blocks for each in snapshot.replicas.prefills] == [0, 3]
+    assert snapshot.replicas.decodes[0].matched_blocks == 1
+    assert snapshot.best_match == 3
+    (asked,) = bench.mirror.asked
+    assert asked == names(MODEL.namespace(16, "int64"), 16)
+    assert (snapshot.prompt.block_size, snapshot.prompt.num_layers) == (16, 4)
+    assert snapshot.prompt.block_bytes == 4 * 2 * 3 * 16 * 4 * 8
+
+
+def test_a_worker_with_another_model_is_shown_and_never_used(bench: Bench) -> None:
+    flipped = replace(MANIFEST, namespace="00" * 32)
+    bigger = replace(MANIFEST, vocab_size=600)
+    bench.show(
+        record("prefill-0", manifest=flipped),
+        record("prefill-1", manifest=bigger),
+        record("decode-0"),
+    )
+    reasons = refusals(bench.snapshot())
+    assert "its namespace is 0000000000000000, checksum's is" in reasons["prefill-0"]
+    assert "its vocabulary has 600 tokens, checksum's has 512" in reasons["prefill-1"]
+    assert reasons["decode-0"] == ""
+    assert bench.lines.getvalue().count('"worker.unfit"') == 2
+    assert len(bench.mirror.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_layers", 5), ("block_size", 32), ("max_context", 512)]
+)
+def test_a_pair_that_cannot_work_together_is_refused_with_both_values(
+    bench: Bench, field: str, value: int
+) -> None:
+    other = replace(MANIFEST, **{field: value})  # type: ignore[arg-type]
+    if field == "block_size":
+        other = replace(other, namespace=MODEL.namespace(32, "int64").hex())
+    bench.show(record("prefill-0", manifest=other), record("prefill-1"), record("decode-0"))
+    snapshot = bench.snapshot()
+    decision = choose(snapshot.prompt, snapshot.replicas)
+    why = {each.prefill.name: each.refused for each in decision.candidates if each.prefill}
+    assert why["prefill-1"] == ""
+    assert why["prefill-0"].startswith("prefill-0 and decode-0: ")
+    if field != "block_size":
+        assert f"{field} differs: {value} here" in why["prefill-0"]
+
+
+def test_without_a_usable_decode_it_says_what_is_missing(bench: Bench) -> None:
+    assert bench.fleet.whats_missing() == "no decode replica is live"
+    bench.show(record("prefill-0"))
+    assert bench.fleet.whats_missing() == "no decode replica is live"
+    draining = replace(IDLE, draining=True)
+    bench.show(record("decode-0", load=draining))
+    assert bench.fleet.whats_missing() == "decode-0 is draining"
+    bench.show(record("decode-0", load=draining), record("decode-1"))
+    assert bench.fleet.whats_missing() == ""
+    bench.fleet.doubts.add("decode-1-life-1", "a hiccup")
+    assert bench.fleet.whats_missing() == ""  # a doubt is no reason to be taken out of service
+
+
+def test_what_is_booked_counts_until_it_is_returned(bench: Bench) -> None:
+    bench.show(record("prefill-0"), record("decode-0"))
+    prefill, decode = bench.fleet.workers
+    booking = bench.fleet.book(prefill, decode, 300)
+    snapshot = bench.snapshot()
+    assert snapshot.replicas.prefills[0].queued_tokens == 300
+    assert snapshot.replicas.decodes[0].running == 1
+    with pytest.raises(AssertionError, match="prefill-0: 300 tokens booked"):
+        bench.fleet.check()
+    booking.computed()
+    booking.computed()
+    assert bench.snapshot().replicas.prefills[0].queued_tokens == 0
+    booking.close()
+    bench.fleet.check()
+
+
+def test_a_reported_queue_is_not_counted_twice(bench: Bench) -> None:
+    """The worker's report holds our own bookings and other routers' work."""
+    bench.show(record("prefill-0"), record("decode-0"))
+    prefill, decode = bench.fleet.workers
+    booking = bench.fleet.book(prefill, decode, 300)
+    busy = replace(IDLE, queued_tokens=500)
+    bench.show(record("prefill-0", load=busy), record("decode-0"))
+    assert bench.snapshot().replicas.prefills[0].queued_tokens == 500
+    booking.close()
+    assert bench.snapshot().replicas.prefills[0].queued_tokens == 200
+
+
+async def test_a_later_life_takes_the_place_of_the_one_before(bench: Bench) -> None:
+    bench.show(record("decode-0"))
+    (first,) = bench.fleet.workers
+    leg = Leg()
+    first.legs.add(leg)
+    bench.fleet.doubts.add("decode-0-life-1", "died")
+    bench.show(record("decode-0", epoch=2))
+    assert leg.reason == "decode-0 was replaced by its life of epoch 2"
+    assert refusals(bench.snapshot()) == {"decode-0": ""}
+    await bench.fleet.close_leaving()
+    assert [channel.closed for channel in bench.channels] == [True, False]
+    await bench.fleet.close()
+    assert all(channel.closed for channel in bench.channels)
+
+
+async def test_a_lease_that_lapses_ends_the_legs(bench: Bench) -> None:
+    bench.show(record("decode-0"))
+    (worker,) = bench.fleet.workers
+    leg = Leg()
+    worker.legs.add(leg)
+    bench.show()
+    assert leg.reason == "decode-0 left or let its lease lapse"
+
+
+async def test_run_follows_the_mirror(bench: Bench) -> None:
+    import asyncio
+
+    following = asyncio.create_task(bench.fleet.run())
+    await bench.clock.run(0.25)
+    bench.mirror.records = [record("decode-0")]
+    await bench.clock.run(0.25)
+    assert bench.fleet.num_live(Role.DECODE) == 1
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+def test_a_link_is_as_fast_as_its_best_recent_shipment(bench: Bench) -> None:
+    """A shipment waits for the compute it overlaps, so the slow ones say little."""
+    bench.show(record("prefill-0"), record("decode-0"))
+    pair = ("prefill-0-life-1", "decode-0-life-1")
+    for num_bytes, transfer_ms in [(1000, 1.0), (4000, 1.0), (1000, 1.0), (0, 5.0), (9, 0.0)]:
+        bench.fleet.measure_link(pair, num_bytes, transfer_ms)
+    speeds = bench.snapshot().replicas.link_bytes_per_ms
+    assert speeds == {("prefill-0", "decode-0"): pytest.approx(0.95 * 4000 + 0.05 * 1000)}
+
+
+def test_doubt_grows_with_each_failure_and_ends_with_one_success() -> None:
+    clock = ManualClock()
+    doubts = Doubts(clock, 2.0)
+    assert doubts.why("a") == ""
+    doubts.add("a", "killed")
+    clock.advance(1.9)
+    assert doubts.why("a") == "failed 1.9 s ago: killed"
+    clock.advance(0.2)
+    assert doubts.why("a") == ""
+    for pause in (4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+        doubts.add("a", "again")
+        clock.advance(pause - 0.1)
+        assert doubts.why("a") != ""
+        clock.advance(0.2)
+        assert doubts.why("a") == ""
+    doubts.clear("a")
+    doubts.add("a", "once")
+    clock.advance(2.1)
+    assert doubts.why("a") == ""
+
+
+def test_a_pairs_doubt_is_the_pairs_alone_and_ends_with_either_life() -> None:
+    doubts = Doubts(ManualClock(), 2.0)
+    doubts.add(("p", "d"), "link cut")
+    assert doubts.why(("p", "d")) == "failed 0.0 s ago: link cut"
+    assert doubts.why("p") == doubts.why("d") == doubts.why(("p", "e")) == ""
+    doubts.forget("d")
+    assert doubts.why(("p", "d")) == ""
+
+
+async def test_those_in_doubt_serve_where_nobody_else_is_left(cluster: FakeCluster) -> None:
+    _, decode = await cluster.add_pair()
+    cluster.fleet.refresh()
+    cluster.fleet.doubts.add(decode.record.instance, "a hiccup")
+    assert len(await cluster.ask()) > 3
+    assert cluster.fleet.doubts.why(decode.record.instance) == ""
+
+
+def test_closed_streams_and_endless_values_cost_the_log_only() -> None:
+    stream = io.StringIO()
+    log = journal(stream)
+    log.info("event", value="x" * 5000, forged="a\r\nb\x1b[0m\u2028\ud800", data=b"\xff")
+    (line,) = stream.getvalue().splitlines()
+    assert line.isascii() and len(line) < 1500 and "(5000 characters)" in line
+    stream.close()
+    log.info("event")  # does not raise
+    assert cast(Any, log) is not None
