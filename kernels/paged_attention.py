@@ -9,8 +9,9 @@ out_THD           one row per query
 
 Query head h reads KV head h * H_kv // H_q. Sums over tokens run in an order that the block size has
 no part in (the kernel's in tiles of TILE, which every block size divides), and a sequence is
-reduced by itself. So neither the block size, nor where blocks lie in the pool, nor the neighbours
-in the batch change one bit of a result. Slots past a context may hold anything, NaN included.
+reduced by itself. So neither the block size, nor where blocks lie in the pool, nor (on a CPU) the
+neighbours in the batch change one bit of a result. Slots past a context may hold anything, NaN
+included.
 """
 
 import torch

@@ -45,7 +45,9 @@ class Metrics:
         )
         self.retries = counter("kvferry_retries", "Attempts after the first of a request.")
         self.tokens = counter(
-            "kvferry_prompt_tokens", "Prompt tokens: see the order of kinds in the docs.", "kind"
+            "kvferry_prompt_tokens",
+            "Prompt tokens: all, held by anyone, held by the chosen worker, not computed.",
+            "kind",
         )
         self.shipped_bytes = counter("kvferry_shipped_bytes", "KV bytes shipped to decode.")
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens.", *labels)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from prefix_index.index import Manifest, Role
 from router import policy
 from router.doubts import Party
 from router.worker import Worker
 
-NO_SPEED_YET_MS = 1.0  # per prompt token, until a worker has measured its own
+NO_SPEED_YET_MS = 1.0  # per prompt token, until any worker has measured it
 BYTES_PER_VALUE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 PLANES = 2  # K and V
 
@@ -44,12 +45,13 @@ def take_snapshot(
     prefills = _by_name(workers, Role.PREFILL)
     decodes = _by_name(workers, Role.DECODE)
     shape = _shape([*decodes.values(), *prefills.values()])
+    usual_ms = _usual_ms_per_token(workers)
     pairs = [(prefill, decode) for prefill in prefills.values() for decode in decodes.values()]
 
     def replica(worker: Worker) -> policy.Replica:
         matched = matched_tokens.get(worker.name, 0) // (shape.block_size if shape else 1)
         why = worker.standing or refused(worker.record.instance)
-        return _replica(worker, matched, why)
+        return _replica(worker, matched, why, usual_ms)
 
     replicas = policy.Replicas(
         prefills=[replica(worker) for worker in prefills.values()],
@@ -88,11 +90,19 @@ def _mismatch(prefill: Worker, decode: Worker) -> str:
     return prefill.record.manifest.mismatch(decode.record.manifest) or ""
 
 
-def _replica(worker: Worker, matched_blocks: int, refused: str) -> policy.Replica:
+def _usual_ms_per_token(workers: Iterable[Worker]) -> float:
+    """What to expect of a worker that has computed no prompt yet: what the others need."""
+    measured = [each.record.load.prefill_ms_per_token for each in workers if not each.unfit]
+    return mean([ms for ms in measured if ms > 0] or [NO_SPEED_YET_MS])
+
+
+def _replica(
+    worker: Worker, matched_blocks: int, refused: str, usual_ms_per_token: float
+) -> policy.Replica:
     load = worker.record.load
     return policy.Replica(
         name=worker.name,
-        ms_per_token=load.prefill_ms_per_token or NO_SPEED_YET_MS,
+        ms_per_token=load.prefill_ms_per_token or usual_ms_per_token,
         queued_tokens=worker.foreign_tokens + worker.booked_tokens,
         matched_blocks=matched_blocks,
         running=max(load.running, worker.booked_requests),

@@ -92,6 +92,20 @@ def test_a_prefill_that_ends_at_its_first_token_says_so_like_decode_would() -> N
         assert decode.is_empty()
 
 
+def test_a_choice_that_ends_at_its_first_token_leaves_its_siblings_running_on_decode() -> None:
+    prompt = [6] * 20
+    firsts = [tokens[0] for tokens in SmallWorker().ask(prompt, 1, n=3, **SAMPLED).tokens.values()]
+    options = {**SAMPLED, "n": 3, "stop_token_ids": (firsts[1],)}
+    alone = SmallWorker().ask(prompt, 10, **options)
+    assert {choice: len(tokens) for choice, tokens in alone.tokens.items()} != {0: 10, 1: 10, 2: 10}
+    decode = SmallWorker()
+    heard, _ = hand_over(SmallWorker(), decode, prompt, 10, **options)
+    decode.drain()
+    assert heard.outputs == alone.outputs[1:]
+    assert heard.tokens[1] == [firsts[1]]
+    assert decode.is_empty()
+
+
 def test_held_blocks_stay_until_released_however_the_request_ended() -> None:
     worker = SmallWorker(8)
     done, heard = worker.request([1] * 40, hold=True)

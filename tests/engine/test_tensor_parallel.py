@@ -83,7 +83,7 @@ def test_stopping_ends_what_runs_with_unavailable_and_keeps_nothing() -> None:
         for prompt, heard in zip(prompts, running, strict=True):
             assert heard.failure is not None
             assert heard.failure.code == "UNAVAILABLE"
-            assert heard.text == checksum_continuation(CONFIG, prompt, 5000)[: len(heard.text)]
+            assert heard.text == checksum_continuation(CONFIG, prompt, 500)[: len(heard.text)]
         with pytest.raises(EngineStopped):
             worker.add([1])
         worker.engine.check()

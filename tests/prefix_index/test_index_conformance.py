@@ -12,6 +12,7 @@ from prefix_index.index import (
     Cursor,
     EntriesCleared,
     EntriesPublished,
+    IndexUnavailable,
     OutOfStep,
     PrefixIndex,
     Residency,
@@ -105,8 +106,9 @@ async def test_a_missing_event_is_refused(index: PrefixIndex) -> None:
 async def test_a_heartbeat_tells_what_the_index_holds(index: PrefixIndex) -> None:
     await index.register(worker(), LEASE_S)
     await index.publish("w0", 1, [*stored(1, 2, 3, 3), *removed(2, 2)])
+    await index.publish("w0", 1, [*stored(1), *removed(9)])
     assert await index.heartbeat("w0", 1, IDLE, LEASE_S) == Residency(
-        sequence=6, fingerprint=fingerprint(blocks([3, 1])), num_blocks=2
+        sequence=8, fingerprint=fingerprint(blocks([3, 1])), num_blocks=2
     )
 
 
@@ -269,6 +271,27 @@ async def test_a_waiting_follower_is_woken(open_index: Callable[[], PrefixIndex]
     await worker_side.register(worker(), LEASE_S)
     async with asyncio.timeout(1.0):
         assert (await waiting).changes == (WorkerRegistered(worker(), EMPTY),)
+
+
+async def test_two_who_publish_at_once_overwrite_nothing(
+    open_index: Callable[[], PrefixIndex],
+) -> None:
+    await open_index().register(worker(), LEASE_S)
+
+    async def publish_all(numbers: range) -> None:
+        index = open_index()
+        for number in numbers:
+            while True:
+                try:
+                    await index.publish("w0", 1, stored(number))
+                    break
+                except IndexUnavailable:
+                    await asyncio.sleep(0)
+
+    await asyncio.gather(publish_all(range(20)), publish_all(range(20, 40)))
+    assert await open_index().heartbeat("w0", 1, IDLE, LEASE_S) == Residency(
+        sequence=40, fingerprint=fingerprint(blocks(range(40))), num_blocks=40
+    )
 
 
 async def test_a_doubted_worker_learns_of_it_and_mends_it(index: PrefixIndex) -> None:

@@ -113,11 +113,11 @@ async def test_a_demoted_server_is_unavailable(server: RedisServer) -> None:
         admin.replicaof("127.0.0.1", str(free_port()))
         try:
             with pytest.raises(IndexUnavailable, match="read only replica"):
-                await link.exchange(("SET", "a", "1"))
+                await link.exchange(("SET", "a", "1"), ("PING",), ("PING",))
         finally:
             admin.replicaof("NO", "ONE")
     await asyncio.sleep(0.15)
-    assert await link.exchange(("SET", "a", "1")) == [b"OK"]
+    assert await link.exchange(("SET", "a", "1"), ("GET", "a")) == [b"OK", b"1"]
     await link.close()
 
 

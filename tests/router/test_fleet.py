@@ -166,6 +166,25 @@ def test_without_a_usable_decode_it_says_what_is_missing(bench: Bench) -> None:
     assert bench.fleet.whats_missing() == ""  # a doubt is no reason to be taken out of service
 
 
+def test_a_worker_that_measured_nothing_yet_is_expected_to_be_like_the_others(
+    bench: Bench,
+) -> None:
+    """Else a worker that just restarted would look slow, or a decode group that never computed."""
+    new = replace(IDLE, prefill_ms_per_token=0.0)
+    bench.show(record("prefill-0", load=new), record("decode-0", load=new))
+    assert bench.snapshot().replicas.prefills[0].ms_per_token == 1.0
+    fast, slow = (replace(IDLE, prefill_ms_per_token=ms) for ms in (0.02, 0.04))
+    bench.show(
+        record("prefill-0", load=new),
+        record("prefill-1", load=fast),
+        record("prefill-2", load=slow),
+        record("decode-0", load=new),
+    )
+    replicas = bench.snapshot().replicas
+    assert [each.ms_per_token for each in replicas.prefills] == pytest.approx([0.03, 0.02, 0.04])
+    assert replicas.decodes[0].ms_per_token == pytest.approx(0.03)
+
+
 def test_what_is_booked_counts_until_it_is_returned(bench: Bench) -> None:
     bench.show(record("prefill-0"), record("decode-0"))
     prefill, decode = bench.fleet.workers
