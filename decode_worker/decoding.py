@@ -123,7 +123,7 @@ class Decoding:
         if call.reservation is not None:
             self._engine.abandon(call.reservation)
         elif not call.ended:
-            self._engine.cancel(call.request.request_id)
+            self._engine.cancel(call.request)
 
     def _order(self, reservation: Reservation, asked: pb.DecodeRequest) -> ReceiptOrder:
         source = asked.source

@@ -125,19 +125,22 @@ class Engine:
             self._roster.queue(request, self._retry_after_ms())
             self._tell()
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, request: Request | str) -> bool:
         """End a queued or running request, before the next step, with CANCELLED; False if there is
         none. A reserved request is ended by `abandon`, a held one by `release_held`.
+
+        An id means whoever has it. Whoever cleans up after itself passes its request: if that was
+        refused because its id was taken, the namesake runs on.
         """
         with self._changed:
             self._tell()
-            return self._roster.cancel(request_id)
+            return self._roster.cancel(request)
 
-    def release_held(self, request_id: str) -> bool:
+    def release_held(self, request: Request | str) -> bool:
         """Give back the blocks of a request with `hold`, ending it first if it still runs."""
         with self._changed:
             self._tell()
-            return self._roster.release_held(request_id)
+            return self._roster.release_held(request)
 
     def reserve(self, request: Request) -> Reservation:
         """Take blocks for a prompt whose KV will come from elsewhere.
@@ -184,6 +187,11 @@ class Engine:
     def resident_blocks(self) -> list[Stored]:
         with self._changed:
             return self._pool.resident_blocks()
+
+    def forget_speed(self) -> None:
+        """Measure prefill and decode anew: what was measured so far was not typical."""
+        with self._changed:
+            self._gauge = Gauge()
 
     def flush_cache(self) -> int:
         with self._changed:
@@ -346,7 +354,7 @@ class Engine:
                 request.on_output(output)
             except Exception:  # whoever listens must not take the others down
                 log.exception("the listener of request %r fails", request.request_id)
-                self.cancel(request.request_id)
+                self.cancel(request)
 
     def _tell(self) -> None:
         self._news = True

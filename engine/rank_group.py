@@ -167,8 +167,7 @@ class RankGroup:
         engine's last plan), and a second more after SIGTERM.
         """
         self._stopping.set()
-        for process in self._processes:
-            _end(process, grace_s)
+        _end(self._processes, grace_s)
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         self._group = None
@@ -290,12 +289,17 @@ def _ending(rank: int, process: "subprocess.Popen[bytes]") -> str | None:
     return f"rank {rank} (pid {process.pid}) {how}"
 
 
-def _end(process: "subprocess.Popen[bytes]", grace_s: float) -> None:
-    for ask, patience_s in ((None, grace_s), (process.terminate, 1.0), (process.kill, None)):
-        if ask is not None:
-            ask()
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            continue
-        return
+def _end(processes: "Sequence[subprocess.Popen[bytes]]", grace_s: float) -> None:
+    """Wait, then ask, then insist; all of them at the same time."""
+    pause = threading.Event()
+    left = list(processes)
+    for ask, patience_s in ((None, grace_s), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
+        for process in left:
+            if ask is not None:
+                process.send_signal(ask)
+        for _ in range(round(patience_s / _LOOK_S) + 1):
+            left = [process for process in left if process.poll() is None]
+            if not left:
+                return
+            pause.wait(_LOOK_S)
+    log.error("processes %s do not end", [process.pid for process in left])

@@ -125,26 +125,26 @@ class Roster:
         self._drop(request)
         return True
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, which: Request | str) -> bool:
         """Takes effect when settled; False if there is nothing to end."""
-        request = self._requests.get(request_id)
+        request = self._find(which)
         if request is None or request.state is State.HELD:
             return False
-        self._cancelled.add(request_id)
+        self._cancelled.add(request.request_id)
         return True
 
-    def release_held(self, request_id: str) -> bool:
+    def release_held(self, which: Request | str) -> bool:
         """Free the blocks of a request with hold, or let them be freed at its end, which comes
         with the next settling. False if there is none.
         """
-        request = self._requests.get(request_id)
+        request = self._find(which)
         if request is None or not request.hold:
             return False
         if request.state is State.HELD:
             self._drop(request)
         else:
-            self._released.add(request_id)
-            self._cancelled.add(request_id)
+            self._released.add(request.request_id)
+            self._cancelled.add(request.request_id)
         return True
 
     def settle(self) -> list[Delivery]:
@@ -249,6 +249,13 @@ class Roster:
         for request in self._requests.values():
             assert request.choices, f"request {request.request_id} has nothing left to do"
         assert self._released <= self._cancelled | self._requests.keys(), "released, but unknown"
+
+    def _find(self, which: Request | str) -> Request | None:
+        """By id whoever has it; as an object only this very request, not its namesake."""
+        if isinstance(which, str):
+            return self._requests.get(which)
+        found = self._requests.get(which.request_id)
+        return found if found is which else None
 
     def _accept(self, request: Request) -> Choice:
         request_id = request.request_id

@@ -1,9 +1,13 @@
 """Block identity: a full block is named by its own tokens and by every token before it.
 
-A name is `BLAKE2b-128(key = tenant key, domain | namespace | parent | tokens | extra)`, every field
+A name is `BLAKE2b-256(key = tenant key, domain | namespace | parent | tokens | extra)`, every field
 preceded by its length as u32 LE, tokens as u32 LE. The same bytes come out of every process, host
 and Python version; `hash()` has no part in it. The namespace says everything that decides what KV
 values a token gives; the tenant key keeps one caller's names from being found by another.
+
+The owner of a block knows it by its whole name, so a hit needs no further proof that the tokens are
+the same. The index, whose entries are hints, gets the first half: two prompts that collide there
+cost a wrong guess and nothing else.
 """
 
 import hashlib
@@ -12,11 +16,12 @@ from array import array
 from collections.abc import Sequence
 from typing import NewType
 
-BlockHash = NewType("BlockHash", bytes)  # 16 bytes
+BlockHash = NewType("BlockHash", bytes)  # 32 bytes; 16 in the index
 TenantKey = NewType("TenantKey", bytes)  # 32 bytes
 Namespace = NewType("Namespace", bytes)  # 32 bytes
 
 FORMAT = b"kvferry block 1"  # changes whenever the same tokens must get another name
+INDEX_KEY_BYTES = 16
 
 PUBLIC = TenantKey(hashlib.blake2b(b"", digest_size=32, person=b"kvferry.public").digest())
 """The key of prompts everyone may share, and of a cluster without authentication."""
@@ -77,8 +82,13 @@ def name_blocks(
     return names
 
 
+def index_key(name: BlockHash) -> BlockHash:
+    """What the prefix index knows a block by."""
+    return BlockHash(name[:INDEX_KEY_BYTES])
+
+
 def _root(namespace: Namespace, tenant: TenantKey) -> "hashlib.blake2b":
-    digest = hashlib.blake2b(key=tenant, digest_size=16)
+    digest = hashlib.blake2b(key=tenant, digest_size=32)
     digest.update(_field(FORMAT) + _field(namespace))
     return digest
 

@@ -27,13 +27,9 @@ from model.shard import Shard, split
 from model.weights import DecoderWeights, LayerWeights
 
 
-def decoder_spec(config: DecoderConfig, block_size: int, dtype: str) -> CacheSpec:
-    return CacheSpec.full(
-        config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype
-    )
-
-
 class Decoder:
+    """Computes in the dtype of its weights; logits are fp32."""
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -68,19 +64,20 @@ class Decoder:
             pool_NPHSD = store.layer(number)
             q_THD = self._write(layer, layer.attention_norm(x_TE), rope, batch, pool_NPHSD)
             on_layer(number)
+            last = number == len(weights.layers) - 1
+            if last and not len(batch.logit_rows_R):
+                return self._no_logits(x_TE)
             a_TE = self._attend(q_THD, batch, pool_NPHSD).flatten(1)
-            if number == len(weights.layers) - 1:  # nothing reads the other rows any more
+            if last:  # nothing reads the other rows any more
                 x_TE, a_TE = x_TE[batch.logit_rows_R], a_TE[batch.logit_rows_R]
-                if not len(x_TE):
-                    return self._no_logits(x_TE)
             x_TE = self._add(x_TE, linear(a_TE, layer.o_EHD), layer.o_bias_E)
             x_TE = self._add(x_TE, self._mlp(layer, x_TE), layer.down_bias_E)
         logits_RV = linear(weights.final_norm(x_TE), weights.lm_head_VE).float()
         parts = self._comm.gather_to_0(logits_RV, self._vocabulary_widths)
         return None if parts is None else torch.cat(parts, dim=1)
 
-    def _no_logits(self, x_RE: Tensor) -> Tensor | None:
-        empty = x_RE.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+    def _no_logits(self, x_TE: Tensor) -> Tensor | None:
+        empty = x_TE.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         return empty if self._comm.rank == 0 else None
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:

@@ -31,9 +31,11 @@ def read_json(path: Path) -> dict[str, object]:
 
 def read_safetensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of `model.safetensors`, or of the shards in `model.safetensors.index.json`."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return _read_file(folder / "model.safetensors")
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if whole.exists() or not index.exists():
+        if not whole.exists() and any(folder.glob("*.bin")):
+            raise BadModelFile(f"{folder} has its weights in .bin files; save them as safetensors")
+        return _read_file(whole)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadModelFile(f"{index} has no weight_map")

@@ -106,12 +106,12 @@ class Prefilling:
 
     async def _let_go(self, prompt: _Prompt) -> None:
         if not prompt.committed:
-            self._engine.cancel(prompt.request.request_id)
+            self._engine.cancel(prompt.request)
             await asyncio.gather(
                 *(rank.abort(prompt.key, prompt.ends) for rank in self._ranks),
                 return_exceptions=True,
             )
-        self._engine.release_held(prompt.request.request_id)
+        self._engine.release_held(prompt.request)
 
 
 async def _before(

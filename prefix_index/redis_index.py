@@ -56,7 +56,7 @@ from prefix_index.redis_transaction import (
 
 EPOCH_TTL_S = 86_400
 MAX_ATTEMPTS = 3
-SCAN_BLOCKS = 1000
+SCAN_BLOCKS = 256  # about 3 ms of parsing between two turns of the event loop
 MAX_ENTRIES_A_READ = 16
 FIRST_LOOKUP_BLOCKS = 32
 

@@ -66,7 +66,10 @@ class _Served:
 
 
 class Handler:
-    """Belongs to one event loop. `transfer_id` gives 16 bytes never given before."""
+    """Belongs to one event loop.
+
+    `transfer_id` gives 16 bytes never given before, `request_id` an id for who brings none.
+    """
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class Handler:
         bounds: Bounds | None = None,
         weights: policy.Weights | None = None,
         transfer_id: Callable[[], bytes] = lambda: secrets.token_bytes(16),
+        request_id: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
         self.model = model
         self.validator = validator
@@ -91,6 +95,7 @@ class Handler:
         self._bounds = bounds or Bounds()
         self._weights = weights or policy.Weights()
         self._transfer_id = transfer_id
+        self._request_id = request_id
 
     async def generate(
         self, request: pb.GenerateRequest, tenant: Tenant, door: str, timeout_s: float | None = None
@@ -103,7 +108,7 @@ class Handler:
         started_at = self._clock.now()
         ticket: Ticket | None = None
         try:
-            record.request_id = checked_request_id(request.request_id) or secrets.token_hex(12)
+            record.request_id = checked_request_id(request.request_id) or self._request_id()
             ticket = self._register.admit(tenant, record.request_id)
             accepted = await self.validator.accept(request, record.request_id, tenant, door)
             served = self._served(accepted, ticket, started_at, timeout_s)
@@ -128,7 +133,7 @@ class Handler:
         self, request: pb.GenerateRequest, tenant: Tenant, door: str
     ) -> pb.Explanation:
         """Where the request would go now. Raises InvalidRequest."""
-        request_id = checked_request_id(request.request_id) or secrets.token_hex(12)
+        request_id = checked_request_id(request.request_id) or self._request_id()
         accepted = await self.validator.accept(request, request_id, tenant, door)
         snapshot, decision = self._choose(accepted, accepted.block_names(), {})
         return explanation(snapshot.prompt, decision)

@@ -30,6 +30,7 @@ LIVENESS = "liveness"
 DOOR = "grpc"
 # The register refuses the excess with a hint; this bound is for what never gets that far.
 SPARE_CALLS = 256
+RECEIVE_LIMIT = "grpc.max_receive_message_length"
 
 Read = TypeVar("Read", pb.GenerateRequest, pb.CancelRequest)
 
@@ -93,10 +94,19 @@ class GrpcDoor:
     """Open it with `start`; `port` is then the one it listens on."""
 
     def __init__(
-        self, handler: Handler, callers: Callers, host: str, port: int, max_requests: int
+        self,
+        handler: Handler,
+        callers: Callers,
+        host: str,
+        port: int,
+        *,
+        max_requests: int,
+        max_message_bytes: int,
     ) -> None:
+        shared = [option for option in server_options() if option[0] != RECEIVE_LIMIT]
         self._server = grpc.aio.server(
-            options=server_options(), maximum_concurrent_rpcs=max_requests + SPARE_CALLS
+            options=[*shared, (RECEIVE_LIMIT, max_message_bytes)],
+            maximum_concurrent_rpcs=max_requests + SPARE_CALLS,
         )
         self._server.add_generic_rpc_handlers((_routes(Inference(handler, callers)),))
         self._health = HealthServicer()

@@ -69,7 +69,8 @@ def failed(failure: RequestFailed, request_id: str = "") -> JSONResponse:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Raises TooLarge as soon as it is known to be."""
     parts: list[bytes] = []
-    num_bytes = int(request.headers.get("content-length", "0"))
+    announced = request.headers.get("content-length", "")
+    num_bytes = int(announced) if announced.isdecimal() else 0
     if num_bytes <= max_bytes:
         num_bytes = 0
         async for part in request.stream():

@@ -42,7 +42,7 @@ READY_EVERY_S = 0.1
 INDEX_WAIT_S = 5.0  # for a Redis that starts beside us
 INDEX_RETRY_S = 0.2
 GRACE_S = 1.0  # for answers on their way out
-BODY_BYTES_PER_PROMPT_BYTE = 4  # JSON escapes, and token ids written out
+BYTES_PER_PROMPT_BYTE = 4  # of a message: JSON escapes, token ids written out, other fields
 
 OnReady = Callable[[dict[str, Any]], None]
 
@@ -142,11 +142,16 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
     def missing() -> str:
         return "the router is stopping" if register.draining else fleet.whats_missing()
 
-    most_body = settings.max_prompt_bytes * BODY_BYTES_PER_PROMPT_BYTE
-    options = HttpOptions(most_body, _version(), time.time)
+    max_bytes = settings.max_prompt_bytes * BYTES_PER_PROMPT_BYTE
+    options = HttpOptions(max_bytes, _version(), time.time)
     door = HttpDoor(handler, callers, metrics.registry, missing, options)
     grpc_door = GrpcDoor(
-        handler, callers, settings.host, settings.grpc_port, settings.max_concurrent_requests
+        handler,
+        callers,
+        settings.host,
+        settings.grpc_port,
+        max_requests=settings.max_concurrent_requests,
+        max_message_bytes=max_bytes,
     )
     http = HttpServer(door.app, settings.host, settings.http_port)
     return _Router(clock, index, mirror, fleet, register, grpc_door, http, missing)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.sampling_params import SamplingParams
-from kvcache.block_hash import BlockHash, Namespace, TenantKey, name_blocks
+from kvcache.block_hash import BlockHash, Namespace, TenantKey, index_key, name_blocks
 from router.policy import Pins
 
 
@@ -38,13 +38,16 @@ class AcceptedRequest:
         return hashlib.blake2b(array("q", self.prompt).tobytes(), digest_size=8).digest()
 
     def block_names(self) -> Callable[[Namespace, int], list[BlockHash]]:
-        """A function from (namespace, block size) to the prompt's names, computed once each."""
+        """A function from (namespace, block size) to the prompt's names as the index knows them,
+        computed once each.
+        """
         known: dict[tuple[Namespace, int], list[BlockHash]] = {}
 
         def names(namespace: Namespace, block_size: int) -> list[BlockHash]:
             key = (namespace, block_size)
             if key not in known:
-                known[key] = name_blocks(namespace, self.tenant.key, self.prompt, block_size)
+                whole = name_blocks(namespace, self.tenant.key, self.prompt, block_size)
+                known[key] = [index_key(name) for name in whole]
             return known[key]
 
         return names

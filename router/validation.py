@@ -61,9 +61,11 @@ class Validator:
         """Check everything. Raises InvalidRequest, naming field, value and limit."""
         self.check_model(request.model)
         pins = _pins(request.pins)
-        prompt = await self.read_prompt(request)
         limits = self.limits()
         try:
+            if request.HasField("token_ids"):
+                check_prompt(request.token_ids.ids, limits)  # before it is copied
+            prompt = await self.read_prompt(request)
             check_prompt(prompt, limits)
             params = resolve(
                 request.sampling, limits, num_prompt_tokens=len(prompt), seed=self.seed()

@@ -24,7 +24,8 @@ import structlog
 
 from engine.clock import Clock, MonotonicClock
 from engine.engine import Engine, EngineConfig
-from kvcache.block_pool import BlockPool
+from kvcache.block_hash import index_key
+from kvcache.block_pool import BlockEvent, BlockPool, Removed, Stored
 from model.source import ModelSource, open_model
 from prefix_index.announcer import Announcer
 from prefix_index.index import Load, WorkerRecord
@@ -41,6 +42,7 @@ from worker.ranks import WorkerRanks
 from worker.role import Front, RankContext, RankSide, RoleSpec
 from worker.settings import WorkerSettings
 from worker.system_server import Probe, SystemServer
+from worker.warm_up import warm_up
 from worker.wires import connectors
 from worker.work import WorkIntake
 
@@ -170,6 +172,7 @@ async def _open(
     await door.start()
     stack.push_async_callback(door.stop)
     engine.start()
+    await warm_up(engine, source.vocab_size, settings.num_blocks * settings.block_size // 2)
 
     system = SystemServer(
         settings.host,
@@ -195,8 +198,8 @@ async def _open(
     announcer = Announcer(
         index,
         record,
-        source=lambda: (_load(engine, doors), engine.drain_events()),
-        resident=engine.resident,
+        source=lambda: (_load(engine, doors), index_events(engine.drain_events())),
+        resident=lambda: [index_key(name) for name in engine.resident()],
         clock=clock,
         heartbeat_s=settings.heartbeat_s,
         lease_s=settings.lease_s,
@@ -233,6 +236,16 @@ def _engine(
         lost_rank=ranks.lost,
         on_death=on_death,
     )
+
+
+def index_events(events: Sequence[BlockEvent]) -> list[BlockEvent]:
+    """The pool's events, as the index is told them."""
+    return [
+        Stored(index_key(event.name), None if event.parent is None else index_key(event.parent))
+        if isinstance(event, Stored)
+        else Removed(index_key(event.name))
+        for event in events
+    ]
 
 
 def _ends(

@@ -13,6 +13,7 @@ from kvcache.block_hash import (
     BlockHash,
     Namespace,
     hash_block,
+    index_key,
     name_blocks,
     namespace,
     tenant_key,
@@ -23,16 +24,16 @@ ALICE = tenant_key("alice")
 TOKENS = list(range(64))
 
 PUBLIC_NAMES = [
-    "bbbd9c8ee10b99702f5d4b4f824a16c3",
-    "37cf985c2efa47d14787d12e072a830f",
-    "cce59fb7b9523dcf7aaf109551e2aa82",
-    "2defd4658fd63041ed6954dcb6a36498",
+    "e708e9974e5c6aa39d052f536ff2d3e045d699df73acffb8d99541be737516df",
+    "7fde2b95c7f3c0cf85a48c0b00f521f8ee4ec3f9daf2c2cac83295e127a6c5c6",
+    "83449817d513eb8de014771371990bc36f8559cbe20d772802f2a79aa780f192",
+    "cfd750938f2af94dfb09134f720bc006335547eb5f3871420e124028953ad03f",
 ]
 ALICE_NAMES = [
-    "3f179981bcdbf3af4ab4f7bfa08b7ded",
-    "594fd8779528eca2550c5896098d555a",
-    "c70dd5a1fa0872cf52fefc8d6274d961",
-    "dc2771ac5a6fa0ff15c57ef4e506bcc8",
+    "77ea19332ee8bb4632244efd83fc3ed1b6e20c19d720a27c1f4e72c3b22340ee",
+    "c68f7bd43da3c78d88c0979e3476c6d9063a551941566d356cdc81406aabefa1",
+    "e07f1300cda03f314692df5e69c9154bda5da86de3c80fb6e057723226197ce5",
+    "52498e03073f63ec06ef8122c197f9567b93a3f4c3fb75e5d827e16fd12f0d80",
 ]
 
 
@@ -43,17 +44,22 @@ def test_the_names_of_a_known_prompt() -> None:
     assert [name.hex() for name in name_blocks(SPACE, PUBLIC, TOKENS, 16)] == PUBLIC_NAMES
     assert [name.hex() for name in name_blocks(SPACE, ALICE, TOKENS, 16)] == ALICE_NAMES
     pictured = hash_block(SPACE, PUBLIC, None, TOKENS[:16], extra=b"image")
-    assert pictured.hex() == "5b283edf3055a7653c38774a92297b29"
+    assert pictured.hex() == "68623cbff7a1e81be0259e82a2960f0281d4796341caa4fd3fd3666166e5079e"
+
+
+def test_the_index_knows_a_block_by_the_first_half_of_its_name() -> None:
+    (name,) = name_blocks(SPACE, PUBLIC, TOKENS[:16], 16)
+    assert index_key(name).hex() == PUBLIC_NAMES[0][:32]
 
 
 def test_a_name_is_keyed_blake2b_over_length_prefixed_fields() -> None:
     def field(value: bytes) -> bytes:
         return struct.pack("<I", len(value)) + value
 
-    parent = bytes(range(16))
+    parent = bytes(range(32))
     tokens = struct.pack("<3I", 7, 0, 2**32 - 1)
     fields = (b"kvferry block 1", SPACE, parent, tokens, b"more")
-    digest = hashlib.blake2b(b"".join(map(field, fields)), key=ALICE, digest_size=16)
+    digest = hashlib.blake2b(b"".join(map(field, fields)), key=ALICE, digest_size=32)
     named = hash_block(SPACE, ALICE, BlockHash(parent), [7, 0, 2**32 - 1], extra=b"more")
     assert named == digest.digest()
 
@@ -155,7 +161,7 @@ def test_two_thousand_random_prompts_have_names_of_their_own() -> None:
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(49_152) for _ in range(32)) for _ in range(2_000)]
     names = [name for prompt in prompts for name in name_blocks(SPACE, PUBLIC, prompt, 16)]
-    assert {len(name) for name in names} == {16}
+    assert {len(name) for name in names} == {32}
     assert len(set(names)) == 4_000
     assert len({name[:1] for name in names}) == 256  # any shorter name would collide
 

@@ -23,6 +23,7 @@ class PagedRun:
         self, make: MakeModel, head_map: HeadMap, num_blocks: int = 64, seed: int = 0
     ) -> None:
         comms: Sequence[Comm] = ThreadComm.group(head_map.tp) if head_map.tp > 1 else [SingleComm()]
+        self._comms = comms
         self._models = [make(head_map, comm) for comm in comms]
         spec = self._models[0].spec
         self.block_size = spec.block_size
@@ -47,6 +48,7 @@ class PagedRun:
                 results[rank] = self._models[rank].forward(batch, self.stores[rank], on_layer)
             except BaseException as error:
                 errors.append(error)
+                self._abort(rank)
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(results))]
         for thread in threads:
@@ -71,6 +73,11 @@ class PagedRun:
         while len(output) < num_tokens:
             output.append(int(self.step({name: output[-1:]})[0].argmax()))
         return output
+
+    def _abort(self, rank: int) -> None:
+        comm = self._comms[rank]
+        if isinstance(comm, ThreadComm):
+            comm.abort()
 
     def _batch(self, work: dict[str, Sequence[int]], rows: Sequence[int] | None) -> Batch:
         ids: list[int] = []

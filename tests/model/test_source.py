@@ -76,6 +76,8 @@ def test_an_empty_folder_lacks_its_configuration(tmp_path: Path) -> None:
 def test_a_folder_without_weights_says_so(hf: Path) -> None:
     (hf / "model.safetensors").unlink()
     assert refusal(hf) == f"{hf / 'model.safetensors'} cannot be read: No such file or directory"
+    (hf / "pytorch_model.bin").touch()
+    assert refusal(hf) == f"{hf} has its weights in .bin files; save them as safetensors"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '"x"', "\x00", "[" * 100_000])

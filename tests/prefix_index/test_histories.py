@@ -136,7 +136,7 @@ async def play(fleet: Fleet, num_steps: int) -> None:
         await getattr(fleet, step)(fleet.rng.choice(NAMES))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 2**32), fault_rate=st.sampled_from((0.0, 0.1, 0.4)))
 def test_every_history_ends_in_the_truth(seed: int, fault_rate: float) -> None:
     async def history() -> None:

@@ -76,4 +76,4 @@ class TableAgainstSets(RuleBasedStateMachine):
 
 
 TestTableAgainstSets = TableAgainstSets.TestCase
-TestTableAgainstSets.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTableAgainstSets.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

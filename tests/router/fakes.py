@@ -4,7 +4,7 @@ import asyncio
 import io
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -234,7 +234,14 @@ class FakeCluster:
             return [event async for event in events]
 
     async def grpc_stub(self) -> Any:
-        self.door = door = GrpcDoor(self.handler, self.callers, "127.0.0.1", 0, self.max_requests)
+        self.door = door = GrpcDoor(
+            self.handler,
+            self.callers,
+            "127.0.0.1",
+            0,
+            max_requests=self.max_requests,
+            max_message_bytes=1 << 20,
+        )
         await door.start()
         await door.set_ready(not self.fleet.whats_missing())
         self.stack.push_async_callback(door.stop, 0)
@@ -410,6 +417,3 @@ def usage_of(events: Sequence[pb.GenerateResponse]) -> pb.Usage:
 
 def busy(**changes: Any) -> Load:
     return replace(IDLE, **changes)
-
-
-Awaited = Awaitable[Any]

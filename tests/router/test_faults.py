@@ -1,6 +1,7 @@
 """What a request becomes when a worker fails it: another attempt, or one honest end."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -472,8 +473,6 @@ async def test_a_router_that_stops_ends_what_does_not_finish_in_time(
 async def test_many_requests_cancelled_at_random_moments_leave_nothing(
     cluster: FakeCluster,
 ) -> None:
-    import random
-
     rng = random.Random(5)
     await cluster.add_pair()
     await cluster.add("prefill-1")
@@ -493,3 +492,20 @@ async def test_many_requests_cancelled_at_random_moments_leave_nothing(
     await cluster.check()
     for worker in cluster.workers.values():
         assert worker.num_open == 0
+
+
+async def test_our_own_bug_is_internal_logged_once_and_leaves_nothing(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.add_pair()
+
+    def broken(*arguments: object, **options: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cluster.fleet, "book", broken)
+    with pytest.raises(Broken, match=r"the router failed: ZeroDivisionError"):
+        await cluster.ask()
+    assert [line["status"] for line in cluster.log()] == ["internal"]
+    (line,) = cluster.log("request.broken")
+    assert "ZeroDivisionError: a bug" in line["exception"]
+    await cluster.check()

@@ -14,6 +14,7 @@ from grpc_status.rpc_status import aio as rpc_status  # type: ignore[attr-define
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
+from router.callers import Callers
 from tests.router.fakes import (
     FakeCluster,
     FakeWorker,
@@ -207,8 +208,6 @@ async def test_reflection_describes_the_api_to_a_client_that_has_no_stubs(
 
 
 async def test_with_keys_only_their_holders_are_served(cluster: FakeCluster) -> None:
-    from router.callers import Callers
-
     prefill, _ = await cluster.add_pair()
     cluster.callers = Callers({"key-a": "alice", "key-b": "bob"})
     stub = await cluster.grpc_stub()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.sampling_params import resolve
 from model.source import open_model
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
@@ -32,8 +33,6 @@ def test_control_tokens_that_a_user_wrote_stay_text(smollm2: ServedModel) -> Non
 def test_characters_over_several_tokens_are_told_whole(smollm2: ServedModel) -> None:
     sampling = pb.SamplingParams(max_tokens=6)
     validator = Validator(smollm2, lambda: 8192, 1000, seed=lambda: 0)
-    from engine.sampling_params import resolve
-
     params = resolve(sampling, validator.limits(), num_prompt_tokens=1)
     transcript = Transcript(params, lambda: smollm2.detokenizer(chat=True))
     deltas = []
