@@ -27,6 +27,8 @@ from worker.outputs import Outputs
 from worker.refusal import refusals
 from worker.work import WorkIntake
 
+NO_DEADLINE_S = 86_400.0
+
 DecodeEvents = AsyncGenerator[pb.DecodeEvent, None]
 
 
@@ -51,7 +53,6 @@ class Decoding:
         identity: Identity,
         ranks: Sequence[ReceivesPrompts],
         waiting_room: WaitingRoom,
-        transfer_lease_s: float,
         cleanups: Cleanups,
     ) -> None:
         self._engine = engine
@@ -59,28 +60,36 @@ class Decoding:
         self._identity = identity
         self._ranks = ranks
         self._waiting_room = waiting_room
-        self._transfer_lease_s = transfer_lease_s
         self._cleanups = cleanups
 
-    async def run(self, asked: pb.DecodeRequest) -> DecodeEvents:
-        """Yield the events of one call; raises Refused. Close it, and everything is let go."""
+    async def run(
+        self, asked: pb.DecodeRequest, remaining_s: float = NO_DEADLINE_S
+    ) -> DecodeEvents:
+        """Yield the events of one call; raises Refused. Close it, and everything is let go.
+
+        `remaining_s` is what the caller's deadline leaves; a transfer may take all of it, as long
+        as its other end gives signs of life.
+        """
         outputs = Outputs(asyncio.get_running_loop())
         call = _Call(self._intake.accept(asked.work, outputs.put), outputs)
         try:
             with refusals():
                 if not asked.transfer_id:
                     self._engine.add(call.request)
-                async with aclosing(self._events(call, asked)) as events:
+                async with aclosing(self._events(call, asked, remaining_s)) as events:
                     async for event in events:
                         yield event
         finally:
             await self._cleanups.run(self._let_go(call), f"let go of {call.request.request_id}")
 
-    async def _events(self, call: _Call, asked: pb.DecodeRequest) -> DecodeEvents:
+    async def _events(
+        self, call: _Call, asked: pb.DecodeRequest, remaining_s: float
+    ) -> DecodeEvents:
         if asked.transfer_id:
             call.reservation = await self._waiting_room.reserve(call.request)
             yield _reserved(call.reservation)
-            yield await self._take_in(call, call.reservation, asked)
+            order = self._order(call.reservation, asked, remaining_s)
+            yield await self._take_in(call, call.reservation, order)
         unfinished = call.request.params.n
         while unfinished:
             output = await call.outputs.take()
@@ -92,10 +101,9 @@ class Decoding:
         yield _done(call.request)
 
     async def _take_in(
-        self, call: _Call, reservation: Reservation, asked: pb.DecodeRequest
+        self, call: _Call, reservation: Reservation, order: ReceiptOrder
     ) -> pb.DecodeEvent:
         """From reserved blocks to an adopted request."""
-        order = self._order(reservation, asked)
         call.key = order.key
         receipts = await self._receipts(order)
         await asyncio.gather(*(rank.commit(order.key) for rank in self._ranks))
@@ -125,7 +133,9 @@ class Decoding:
         elif not call.ended:
             self._engine.cancel(call.request)
 
-    def _order(self, reservation: Reservation, asked: pb.DecodeRequest) -> ReceiptOrder:
+    def _order(
+        self, reservation: Reservation, asked: pb.DecodeRequest, remaining_s: float
+    ) -> ReceiptOrder:
         source = asked.source
         return ReceiptOrder(
             key=ShipmentKey(asked.transfer_id, asked.attempt, source.epoch, self._identity.epoch),
@@ -134,7 +144,7 @@ class Decoding:
             block_table=tuple(reservation.block_table),
             prefill_instance=source.instance,
             source_intervals=intervals_from(source.kv_head_starts, source.kv_head_stops),
-            timeout_s=self._transfer_lease_s,
+            timeout_s=remaining_s,
         )
 
 

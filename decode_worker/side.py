@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import grpc.aio
 
-from decode_worker.decoding import Decoding
+from decode_worker.decoding import NO_DEADLINE_S, Decoding
 from decode_worker.ranks import DecodeRankServicer, ReceivesPrompts, RemoteRank
 from decode_worker.settings import DecodeSettings
 from decode_worker.waiting_room import WaitingRoom
@@ -19,6 +19,9 @@ from worker.serving import serve_call
 from worker.wires import acceptors
 
 
+OPEN_WAIT_S = 5.0  # for the router's other leg, beyond the wait for blocks
+
+
 class DecodeSide:
     observer = None  # nothing is shipped from here
 
@@ -31,7 +34,10 @@ class DecodeSide:
             parts.store,
             manifest_digest=context.manifest.digest(),
             clock=context.clock,
-            config=TransportConfig(lease_s=settings.transfer_lease_s),
+            config=TransportConfig(
+                lease_s=settings.transfer_lease_s,
+                open_wait_s=settings.reserve_wait_s + OPEN_WAIT_S,
+            ),
         )
 
     @property
@@ -63,7 +69,6 @@ class DecodeSide:
             context.identity,
             ranks,
             waiting_room,
-            settings.transfer_lease_s,
             front.cleanups,
         )
 
@@ -86,9 +91,9 @@ class _DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         context: Context,
     ) -> None:
         expected = request.expected_instance
-        await serve_call(
-            context, self._front.doors, expected, self._instance, self._decoding.run(request)
-        )
+        remaining_s = context.time_remaining() or NO_DEADLINE_S
+        events = self._decoding.run(request, remaining_s)
+        await serve_call(context, self._front.doors, expected, self._instance, events)
 
 
 DECODE = RoleSpec(

@@ -7,13 +7,14 @@ Cells go out and come in as raw bytes in the canonical order block, KV head, pla
 to know how this one lays out its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels import host_cells
 from kernels.copy_blocks import copy_blocks
 from kernels.gather_blocks import gather_cells
 from kernels.scatter_blocks import scatter_cells
@@ -49,6 +50,7 @@ class KvStore:
             shape = _pool_shape(spec, group, len(kv_heads), num_blocks)
             for layer in group.layers:
                 self._layers[layer] = torch.empty(shape, dtype=DTYPES[spec.dtype], device=device)
+        self._host = host_cells.load() if torch.device(device).type == "cpu" else None
 
     @property
     def num_layers(self) -> int:
@@ -64,20 +66,39 @@ class KvStore:
         block_ids: Sequence[int],
         heads: Sequence[int],
         tail_tokens: int | None = None,
+        out: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8]:
         """A copy of the cells of `heads` (ascending) in `block_ids`: [num_cells, cell_bytes].
 
         With `tail_tokens`, only so many slots of the last block have meaning, and the rest of it
-        comes out zero, so that equal tokens give equal digests.
+        comes out zero, so that equal tokens give equal digests. `out` takes the cells, as many
+        bytes as they are; else they come in memory of their own.
         """
         pool_NPHSD = self._layers[layer]
-        block_ids_B = self._ids(block_ids)
-        runs = [gather_cells(pool_NPHSD, block_ids_B, run) for run in self._local_runs(heads)]
-        cells_BHPSD = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
+        runs = self._local_runs(heads)
+        _, num_planes, _, num_slots, _ = pool_NPHSD.shape
+        shape = (len(block_ids), len(heads), num_planes, _cell_bytes(pool_NPHSD))
+        if out is None:
+            out = np.empty(shape, dtype=np.uint8)
+        cells_BHPC = out.reshape(shape)
+        if self._host is not None:
+            self._check_ids(block_ids)
+            ids_B = np.array(block_ids, dtype=np.int64)
+            for layout, cells in self._host_runs(pool_NPHSD, runs, cells_BHPC):
+                address, stride = pool_NPHSD.data_ptr(), cells_BHPC.strides[0]
+                self._host.gather(address, layout, ids_B, cells, stride)
+        else:
+            block_ids_B = self._ids(block_ids)
+            taken = 0
+            for lo, hi in runs:
+                run_BHPSD = gather_cells(pool_NPHSD, block_ids_B, (lo, hi)).cpu()
+                run_BHPC = run_BHPSD.view(torch.uint8).numpy().reshape(len(block_ids), hi - lo, *shape[2:])
+                cells_BHPC[:, taken : taken + hi - lo] = run_BHPC
+                taken += hi - lo
         if tail_tokens is not None and len(block_ids):
-            cells_BHPSD[-1, :, :, tail_tokens:] = 0
-        cell_bytes = pool_NPHSD[0, 0, 0].nbytes
-        return cells_BHPSD.cpu().view(torch.uint8).numpy().reshape(-1, cell_bytes)
+            slot_bytes = shape[-1] // num_slots
+            cells_BHPC[-1, :, :, tail_tokens * slot_bytes :] = 0
+        return cells_BHPC.reshape(-1, shape[-1])
 
     def scatter_cells(
         self,
@@ -101,6 +122,14 @@ class KvStore:
                 f"{len(block_ids)} blocks of {len(heads)} heads of layer {layer} are {want} bytes, "
                 f"not {raw.nbytes}"
             )
+        if self._host is not None:
+            self._check_ids(block_ids)
+            ids_B = np.array(block_ids, dtype=np.int64)
+            cells_BHPC = raw.reshape(*shape[:3], -1)
+            for layout, run_cells in self._host_runs(pool_NPHSD, runs, cells_BHPC):
+                address, stride = pool_NPHSD.data_ptr(), cells_BHPC.strides[0]
+                self._host.scatter(address, layout, ids_B, run_cells, stride)
+            return
         owned = torch.empty(want, dtype=torch.uint8)  # aligned, and torch refuses read-only arrays
         owned.numpy()[:] = raw
         cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape).to(pool_NPHSD.device)
@@ -127,10 +156,24 @@ class KvStore:
             floating = pool_NPHSD.dtype.is_floating_point
             pool_NPHSD.fill_(float("nan") if floating else -0x0BADCAFE)
 
-    def _ids(self, block_ids: Sequence[int]) -> Tensor:
+    def _host_runs(
+        self, pool_NPHSD: Tensor, runs: list[tuple[int, int]], cells_BHPC: NDArray[np.uint8]
+    ) -> Iterator[tuple[host_cells.Layout, NDArray[np.uint8]]]:
+        """For each run of heads, where it lies in the pool, and where its first cell lies."""
+        _, num_planes, num_heads, _, _ = pool_NPHSD.shape
+        taken = 0
+        for lo, hi in runs:
+            layout = host_cells.Layout(num_planes, num_heads, cells_BHPC.shape[-1], lo, hi)
+            yield layout, cells_BHPC[:, taken:]
+            taken += hi - lo
+
+    def _check_ids(self, block_ids: Sequence[int]) -> None:
         assert all(0 <= i < self.num_blocks for i in block_ids), (
             f"a block id outside 0..{self.num_blocks - 1}: {list(block_ids)}"
         )
+
+    def _ids(self, block_ids: Sequence[int]) -> Tensor:
+        self._check_ids(block_ids)
         ids_B = torch.tensor(block_ids, dtype=torch.int64)
         return ids_B.to(next(iter(self._layers.values())).device)
 
@@ -148,6 +191,11 @@ class KvStore:
                 runs.append((local, local + 1))
         assert runs, "no heads asked for"
         return runs
+
+
+def _cell_bytes(pool_NPHSD: Tensor) -> int:
+    *_, num_slots, head_dim = pool_NPHSD.shape
+    return num_slots * head_dim * pool_NPHSD.element_size()
 
 
 def _independent_runs(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

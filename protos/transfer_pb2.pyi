@@ -20,7 +20,7 @@ class ShipmentKey(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., prefill_epoch: _Optional[int] = ..., decode_epoch: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("key", "hello", "welcome", "open", "credit", "chunk", "chunk_ack", "chunk_nack", "seal_all", "commit", "abort", "drain_ack", "renew")
+    __slots__ = ("key", "hello", "welcome", "open", "credit", "chunk", "chunk_ack", "chunk_nack", "seal_all", "commit", "abort", "drain_ack", "renew", "meet")
     KEY_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class Frame(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_ACK_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
+    MEET_FIELD_NUMBER: _ClassVar[int]
     key: ShipmentKey
     hello: Hello
     welcome: Welcome
@@ -47,7 +48,8 @@ class Frame(_message.Message):
     abort: Abort
     drain_ack: DrainAck
     renew: Renew
-    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., chunk_ack: _Optional[_Union[ChunkAck, _Mapping]] = ..., chunk_nack: _Optional[_Union[ChunkNack, _Mapping]] = ..., seal_all: _Optional[_Union[SealAll, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain_ack: _Optional[_Union[DrainAck, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
+    meet: Meet
+    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., chunk_ack: _Optional[_Union[ChunkAck, _Mapping]] = ..., chunk_nack: _Optional[_Union[ChunkNack, _Mapping]] = ..., seal_all: _Optional[_Union[SealAll, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain_ack: _Optional[_Union[DrainAck, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "prefill_worker", "prefill_instance", "prefill_epoch", "prefill_rank", "decode_instance", "manifest_digest", "wire", "rendezvous")
@@ -78,6 +80,16 @@ class Welcome(_message.Message):
     decode_epoch: int
     decode_rank: int
     def __init__(self, decode_epoch: _Optional[int] = ..., decode_rank: _Optional[int] = ...) -> None: ...
+
+class Meet(_message.Message):
+    __slots__ = ("address", "ticket", "proof")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    ticket: bytes
+    proof: bytes
+    def __init__(self, address: _Optional[str] = ..., ticket: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("num_tokens", "num_layers", "heads")

@@ -24,7 +24,12 @@ class CellSource(Protocol):
     def spec(self) -> CacheSpec: ...
 
     def gather_cells(
-        self, layer: int, block_ids: Sequence[int], heads: Sequence[int], tail_tokens: int | None
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None,
+        out: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8]: ...
 
 
@@ -78,16 +83,26 @@ class Departure:
 
 
 def gather(
-    source: CellSource, departure: Departure, heads: Sequence[int], part: Part
+    source: CellSource,
+    departure: Departure,
+    heads: Sequence[int],
+    part: Part,
+    room: memoryview | None = None,
 ) -> tuple[Frame, memoryview] | None:
     """In a copying thread: a chunk's frame and payload, or None when it is no longer wanted.
 
-    A transfer given up meanwhile is not read from: its end waits for this call to return.
+    The payload is built in `room`, if given. A transfer given up meanwhile is not read from: its
+    end waits for this call to return.
     """
     if departure.outgoing.over:
         return None
     run = part.run
-    cells = source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens)
+    if room is None:
+        cells = source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens)
+        room = np.ascontiguousarray(cells).reshape(-1).data
+    else:
+        out = np.frombuffer(room, dtype=np.uint8)
+        cells = source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out)
     chunk = Chunk(
         seq=part.seq,
         layer=run.layer,
@@ -96,5 +111,4 @@ def gather(
         payload_bytes=cells.nbytes,
         digests=cell_digests(cells).astype("<u8").tobytes(),
     )
-    payload = np.ascontiguousarray(cells).reshape(-1).data
-    return Frame(key=departure.order.key.to_proto(), chunk=chunk), payload
+    return Frame(key=departure.order.key.to_proto(), chunk=chunk), room

@@ -15,7 +15,7 @@ that pair shares it. What a wire promises:
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from protos.transfer_pb2 import Frame, Hello, Welcome
 
@@ -45,6 +45,14 @@ class Link(Protocol):
 
     async def close(self, reason: str) -> None:
         """End the link at both ends. Frames already sent may still arrive."""
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """A prefill end that has a better place for the next payload than memory of the sender's own."""
+
+    async def lend(self, num_bytes: int) -> memoryview | None:
+        """Room to build a payload in, to be given to `send` as it is, or dropped."""
 
 
 class Connector(Protocol):

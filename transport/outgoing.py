@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from transport.orders import Code, TransferFailed
 from transport.shipment import SENDING, Sending, Shape, moved
 
+MAX_ASKS = 16  # for one chunk, repeated questions included
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -67,7 +69,6 @@ class OutgoingPair:
     heads: tuple[int, ...]
     shape: Shape
     chunk_bytes: int
-    max_resends: int
     heard_at: float = 0.0
     first_block: int | None = None  # once credit is given
     committed: bool = False
@@ -152,17 +153,15 @@ class OutgoingPair:
     def nacked(self, seq: int) -> bool:
         """Queue the chunk again. Returns whether it was in flight and not queued already.
 
-        Raises TransferFailed when it has come back too often.
+        Decode decides how often it asks; raises TransferFailed when it never stops.
         """
         flight = self._flights.get(seq)
         if flight is None or flight.sent_at is None or seq in self._again:
             return False
         flight.resends += 1
-        if flight.resends > self.max_resends:
-            raise TransferFailed(
-                Code.DATA_LOSS,
-                f"{flight.part.run}: damaged or lost {flight.resends} times in a row",
-            )
+        if flight.resends > MAX_ASKS:
+            reason = f"{flight.part.run}: asked for {flight.resends} times"
+            raise TransferFailed(Code.DATA_LOSS, reason)
         self._requeue(flight)
         return True
 

@@ -51,7 +51,11 @@ class Peers:
         try:
             async with self._dialling[address]:
                 port = self._ports.get(address)
-                if port is None or port.link.hello.decode_instance != target.instance:
+                if (
+                    port is None
+                    or not port.open
+                    or port.link.hello.decode_instance != target.instance
+                ):
                     port = await self._dial(address, order)
         except LinkRefused as refused:
             raise TransferFailed(Code.FAILED_PRECONDITION, str(refused)) from refused
@@ -72,10 +76,10 @@ class Peers:
         wire, host_port = address
         me, target = self._identity, order.target
         old = self._ports.get(address)
-        if old is not None and old.link.welcome.decode_epoch > target.epoch:
-            newer = f"instance {old.link.hello.decode_instance} of a later epoch"
-            raise LinkRefused(f"{host_port} is {newer} than {target.epoch}")
-        if old is not None:
+        if old is not None and old.open:
+            if old.link.welcome.decode_epoch > target.epoch:
+                newer = f"instance {old.link.hello.decode_instance} of a later epoch"
+                raise LinkRefused(f"{host_port} is {newer} than {target.epoch}")
             await old.link.close(f"{target.worker} was replaced by instance {target.instance}")
         hello = Hello(
             protocol=PROTOCOL,

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from protos.transfer_pb2 import Frame
-from transport.link import Link, LinkClosed
+from transport.link import Lender, Link, LinkClosed
 
 MAX_POSTED = 4096  # frames the other end has not taken: it does not read
 
@@ -30,15 +30,16 @@ class Port:
             self._posted.append(frame)
             self._stirred.set()
 
+    async def lend(self, num_bytes: int) -> memoryview | None:
+        """Room of the wire's to build a payload in; None when any memory will do."""
+        if not isinstance(self.link, Lender):
+            return None
+        async with self._in_time():
+            return await self.link.lend(num_bytes)
+
     async def send(self, frame: Frame, payload: memoryview) -> None:
         """Returns once the wire has taken the frame. Raises LinkClosed."""
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await self.link.send(frame, payload)
-        except TimeoutError:
-            reason = f"no frame left in {self._send_timeout_s:g} s"
-            await self.link.close(reason)
-            raise LinkClosed(reason) from None
+        await self._send(frame, payload)
 
     async def run(self, handle: Handle) -> str:
         """Read until the link closes, and say why it did. Frames are handled one at a time."""
@@ -73,9 +74,22 @@ class Port:
             pass  # `recv` ends, too, and says why
 
     async def _write_one(self) -> None:
-        frame = self._posted.popleft()
+        await self._send(self._posted.popleft(), None)
+
+    async def _send(self, frame: Frame, payload: memoryview | None) -> None:
+        async with self._in_time():
+            await self.link.send(frame, payload)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._send_timeout_s):
-                await self.link.send(frame)
+                yield
         except TimeoutError:
-            await self.link.close(f"no frame left in {self._send_timeout_s:g} s")
+            self.open = False
+            reason = f"no frame left in {self._send_timeout_s:g} s"
+            await self.link.close(reason)
+            raise LinkClosed(reason) from None
+        except LinkClosed:
+            self.open = False  # whoever looks for a link finds out before `run` has ended
+            raise

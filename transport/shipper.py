@@ -203,9 +203,7 @@ class Shipper:
         )
         plans = pair_plans(self._source_intervals, target.kv_intervals)
         pairs = {
-            plan.decode_rank: OutgoingPair(
-                plan.heads, shape, config.chunk_bytes, config.max_resends
-            )
+            plan.decode_rank: OutgoingPair(plan.heads, shape, config.chunk_bytes)
             for plan in plans
             if plan.prefill_rank == self.identity.rank
         }
@@ -308,7 +306,9 @@ class Shipper:
 
     async def _send(self, departure: Departure, rank: int, port: Port, part: Part) -> None:
         pair = departure.outgoing.pairs[rank]
-        work = partial(gather, self._store, departure, pair.heads, part)
+        block_bytes = departure.shape.layers[part.run.layer].block_bytes(len(pair.heads))
+        room = await port.lend(len(part.run.block_ids) * block_bytes)
+        work = partial(gather, self._store, departure, pair.heads, part, room)
         job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
         departure.gathers.add(job)
         job.add_done_callback(departure.gathers.discard)
@@ -316,6 +316,7 @@ class Shipper:
         if gathered is None:
             return
         frame, payload = gathered
+        del room, work, job, gathered  # the wire knows by their end that nobody has them any more
         if departure.began_at is None:
             departure.began_at = self._clock.now()
         await port.send(frame, payload)

@@ -89,7 +89,8 @@ def test_the_books_balance_when_a_third_is_cancelled_at_random_moments() -> None
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "cached"), [(15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32), (48, 32)]
+    ("num_tokens", "cached"),
+    [(15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32), (48, 32), (49, 48)],
 )
 def test_a_repeat_computes_all_but_the_full_blocks_before_its_last_token(
     num_tokens: int, cached: int
@@ -104,6 +105,7 @@ def test_a_repeat_computes_all_but_the_full_blocks_before_its_last_token(
         assert again.text == truth(prompt, 1)
     assert worker.engine.stats().computed_tokens - before == 3 * (num_tokens - cached)
     assert worker.engine.stats().cached_tokens == 3 * cached
+    assert worker.is_empty()
 
 
 def test_a_shared_prefix_leaves_exactly_the_rest_to_compute() -> None:
@@ -113,6 +115,48 @@ def test_a_shared_prefix_leaves_exactly_the_rest_to_compute() -> None:
     worker.engine.add(request)
     worker.drain()
     assert (heard.num_cached, request.num_computed_tokens) == (16, 13)
+
+
+def test_a_request_sent_back_to_the_queue_leaves_exactly_the_rest_to_compute_again() -> None:
+    worker = SmallWorker(5, growth_tokens=0)
+    worker.ask([1] * 16)
+    older = worker.add([9] * 30, 30)  # of four blocks in the end
+    worker.step()
+    request, heard = worker.request([1] * 16 + [2] * 13, 6)
+    worker.engine.add(request)
+    worker.step()
+    assert request.num_computed_tokens == 13
+    worker.drain()
+    assert worker.engine.stats().preemptions == 1
+    assert request.num_computed_tokens == 13 + 13
+    assert older.text == truth([9] * 30, 30)
+    assert heard.text == truth([1] * 16 + [2] * 13, 6)
+
+
+def test_a_prompt_whose_blocks_another_took_is_computed_anew() -> None:
+    worker = SmallWorker(4)
+    assert worker.ask([5] * 32, 1).text == truth([5] * 32, 1)
+    assert worker.ask([6] * 64, 1).text == truth([6] * 64, 1)  # all four blocks
+    again = worker.ask([5] * 32, 20)
+    assert (again.num_cached, again.text) == (0, truth([5] * 32, 20))
+    assert worker.is_empty()
+
+
+def test_a_cached_prefix_evicted_while_its_request_waits_is_counted_anew() -> None:
+    worker = SmallWorker(8, growth_tokens=0)
+    worker.ask([3] * 32, 1)
+    grows = worker.add([8] * 96, 20)  # six blocks now, the cached two when it needs them
+    worker.step()
+    prompt = [3] * 32 + [4] * 17
+    request, waits = worker.request(prompt, 9)
+    worker.engine.add(request)
+    assert worker.engine.match(request.names) == 2
+    worker.step()
+    assert (worker.engine.match(request.names), waits.outputs) == (1, [])
+    worker.drain()
+    assert grows.text == truth([8] * 96, 20)
+    assert (waits.num_cached, request.num_computed_tokens) == (0, 49)
+    assert waits.text == truth(prompt, 9)
 
 
 def test_output_blocks_are_cached_like_prompt_blocks() -> None:
@@ -139,10 +183,9 @@ def test_two_long_requests_in_a_pool_for_one_and_a_half_both_come_out_right() ->
         worker.engine.add(request)
     worker.drain()
     assert [heard.text for _, heard in requests] == [truth(prompt, 35) for prompt in prompts]
-    assert worker.engine.stats().preemptions > 0
-    first, second = (request.num_computed_tokens for request, _ in requests)
-    assert first == 34
-    assert second < 2 * 34 * worker.engine.stats().preemptions  # some of it was found again
+    assert worker.engine.stats().preemptions == 1
+    # Sent back once, the second finds the two full blocks of its prompt again.
+    assert [request.num_computed_tokens for request, _ in requests] == [34, 34 + 2]
 
 
 @pytest.mark.parametrize(("max_tokens", "delivered"), [(1, 1), (2, 2), (17, 17), (18, 16)])
@@ -154,6 +197,24 @@ def test_a_prompt_that_ends_on_a_blocks_edge_may_fill_the_one_block_left(
     assert heard.text == truth([7] * 16, delivered)
     assert heard.failure is None or heard.failure.code == "RESOURCE_EXHAUSTED"
     assert (heard.failure is None) == (delivered == max_tokens)
+    assert worker.is_empty()
+
+
+@pytest.mark.parametrize(("max_tokens", "waits"), [(1, False), (2, True), (17, True)])
+def test_a_prompt_that_fills_the_last_free_block_waits_for_its_next_one(
+    max_tokens: int, waits: bool
+) -> None:
+    worker = SmallWorker(3, growth_tokens=0)
+    neighbour = worker.add([6] * 17, 15)
+    worker.step()
+    assert worker.engine.books().free_blocks == 1
+    heard = worker.add([7] * 16, max_tokens)
+    worker.step()
+    worker.step()
+    assert (heard.ended, neighbour.ended) == (not waits, False)
+    worker.drain()
+    assert heard.text == truth([7] * 16, max_tokens)
+    assert neighbour.text == truth([6] * 17, 15)
     assert worker.is_empty()
 
 

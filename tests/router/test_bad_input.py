@@ -254,6 +254,35 @@ async def test_bad_bodies_are_refused_in_openais_shape(cluster: FakeCluster, pai
                 assert error["type"] == "invalid_request_error" and len(error["message"]) < 300
 
 
+SURROGATES: list[tuple[str, bytes]] = [
+    ("/v1/completions", rb'{"prompt": "\ud800"}'),
+    ("/v1/completions", rb'{"prompt": ["ok", "a\udfffb"]}'),
+    ("/v1/completions", rb'{"prompt": "ok", "stop": "\ud800"}'),
+    ("/v1/completions", rb'{"prompt": "ok", "model": "\ud800"}'),
+    ("/v1/completions", rb'{"prompt": "ok", "logit_bias": {"\ud800": 1}}'),
+    ("/v1/chat/completions", rb'{"messages": [{"role": "user", "content": "\ud800"}]}'),
+    ("/v1/chat/completions", rb'{"messages": [{"role": "\ud800", "content": "ok"}]}'),
+    (
+        "/v1/chat/completions",
+        rb'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}]}',
+    ),
+    ("/tokenize", rb'{"prompt": "\ud800"}'),
+    ("/tokenize", rb'{"messages": [{"role": "user", "content": "\ud800"}]}'),
+    ("/detokenize", rb'{"tokens": "\ud800"}'),
+]
+
+
+async def test_half_a_surrogate_pair_is_refused_wherever_a_body_may_hold_text(
+    cluster: FakeCluster, pair: Any
+) -> None:
+    async with httpx.AsyncClient(base_url=await cluster.http_url()) as client:
+        for path, body in SURROGATES:
+            response = await client.post(path, content=body)
+            assert response.status_code == 400, (path, body)
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        assert (await client.get("/health")).status_code == 200
+
+
 async def test_an_unknown_model_has_openais_code(cluster: FakeCluster, pair: Any) -> None:
     async with httpx.AsyncClient(base_url=await cluster.http_url()) as client:
         body = {"model": "gpt-5", "prompt": "x"}
@@ -324,15 +353,20 @@ async def test_the_context_is_one_limit_to_the_token(
         await stub.Generate(message).read()
 
 
-async def test_the_context_is_the_shortest_of_the_live_workers(cluster: FakeCluster) -> None:
-    """A worker with less takes part; nothing longer than it can hold is ever sent."""
-    short = replace(MANIFEST, max_context=512)
-    worker = await cluster.add("decode-0", manifest=short)
+@pytest.mark.parametrize("short", ["prefill-0", "decode-0"])
+async def test_the_context_is_the_shortest_of_the_live_workers(
+    cluster: FakeCluster, short: str
+) -> None:
+    """A worker with less takes part; nothing longer than it can hold is ever sent to anyone."""
+    for name in ("prefill-0", "decode-0"):
+        max_context = 512 if name == short else 8192
+        await cluster.add(name, manifest=replace(MANIFEST, max_context=max_context))
     stub = await cluster.grpc_stub()
     message = request(token_ids=[1] * 600, pins=pb.Pins(), max_tokens=1)
-    with pytest.raises(grpc.aio.AioRpcError, match="at most 511 tokens"):
-        await stub.Generate(message).read()
-    assert worker.requests == []
+    code, details = await refusal(stub, message)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "prompt must have at most 511 tokens (the context of 512" in details
+    assert [worker.requests for worker in cluster.workers.values()] == [[], []]
 
 
 @pytest.mark.parametrize("text", [" ", "\n\t ", "<|bos|>", "\0"])
@@ -372,8 +406,8 @@ async def test_a_neighbour_is_undisturbed_by_refused_requests(cluster: FakeClust
     stub = await cluster.grpc_stub()
     neighbour = stub.Generate(request())
     await neighbour.read()
-    for sampling, _ in SAMPLING[:10]:
+    for fields, _ in SAMPLING + PROMPTS:
         with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Generate(request(**sampling)).read()
+            await stub.Generate(request(**fields)).read()
     responses = [await neighbour.read() for _ in range(15)]
     assert responses[-1].usage.completion_tokens == 13

@@ -230,6 +230,27 @@ async def test_stop_strings_are_named_and_cut(
     assert (answer.choices[0].model_extra or {})["stop_reason"] == "wor"
 
 
+@pytest.mark.parametrize(
+    ("answer", "stop", "text"),
+    [("The quick brown fox", "own fox", "The quick br"), ("ABCDEFGHIJKLM", "DEFGHIJ", "ABC")],
+)
+async def test_a_stop_over_many_tokens_ends_a_stream_and_a_whole_answer_alike(
+    cluster: FakeCluster, http: httpx.AsyncClient, answer: str, stop: str, text: str
+) -> None:
+    cluster.answer = answer
+    await cluster.add_pair()
+    body = {"prompt": [1, 2, 3], "max_tokens": 50, "stop": [stop]}
+    (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+    streamed = await http.post("/v1/completions", json=body | {"stream": True})
+    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    assert "".join(each["text"] for each in choices) == text
+    assert choices[-1]["finish_reason"] == "stop"
+    await cluster.check()
+
+
 async def test_the_models_are_listed_with_their_context(
     cluster: FakeCluster, sdk: openai.AsyncOpenAI, http: httpx.AsyncClient
 ) -> None:

@@ -6,6 +6,8 @@ from engine.sampling_params import resolve
 from model.source import open_model
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
+from router.callers import EVERYONE
+from router.errors import InvalidRequest
 from router.served_model import ServedModel
 from router.transcript import Transcript
 from router.validation import Validator
@@ -41,6 +43,24 @@ def test_characters_over_several_tokens_are_told_whole(smollm2: ServedModel) -> 
         deltas += [each.delta.text for each in transcript.add(token) if each.HasField("delta")]
     assert "".join(deltas) == "日本語"
     assert "\ufffd" not in "".join(deltas)
+
+
+@pytest.mark.parametrize("token_id", [49152, -1, 2**31 - 1])
+async def test_an_id_outside_its_vocabulary_is_refused_in_prompt_and_bias(
+    smollm2: ServedModel, token_id: int
+) -> None:
+    validator = Validator(smollm2, lambda: 8192, 1000, seed=lambda: 0)
+    for field, prompt, sampling in (
+        ("prompt", [5, token_id], pb.SamplingParams()),
+        ("logit_bias", [5], pb.SamplingParams(logit_bias={token_id: 1.0})),
+    ):
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
+        with pytest.raises(InvalidRequest) as caught:
+            await validator.accept(request, "mine", EVERYONE, "test")
+        limit = "must hold token ids from 0 to 49151"
+        assert caught.value.message == f"{field} {limit}, got {token_id}"
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[0, 49151]))
+    assert (await validator.accept(request, "mine", EVERYONE, "test")).prompt == (0, 49151)
 
 
 def test_its_limits_are_the_checkpoints(smollm2: ServedModel) -> None:

@@ -133,13 +133,7 @@ async def disaggregated(
     max_chunk_tokens: int = 0,
 ) -> Answer:
     """What the router does when nothing goes wrong: both legs at once, decode's tokens."""
-    work = work_request(prompt, params)
-    transfer_id = next(_serial).to_bytes(16, "big")
-    decode_call = decode_request(work, transfer_id, prefill)
-    prefill_call = prefill_request(work, transfer_id, decode, max_chunk_tokens)
-    assert prefill.prefilling is not None and decode.decoding is not None
-    prefill_leg = asyncio.ensure_future(_events(prefill.prefilling.run(prefill_call)))
-    decode_leg = asyncio.ensure_future(_events(decode.decoding.run(decode_call)))
+    prefill_leg, decode_leg = open_legs(prefill, decode, prompt, params, max_chunk_tokens)
     try:
         sent, received = await asyncio.gather(prefill_leg, decode_leg)
     finally:
@@ -148,6 +142,25 @@ async def disaggregated(
             with suppress(asyncio.CancelledError, Exception):
                 await leg
     return _answer(params.n, sent, received)
+
+
+def open_legs(
+    prefill: PrefillWorker,
+    decode: DecodeWorker,
+    prompt: list[int],
+    params: SamplingParams,
+    max_chunk_tokens: int = 0,
+) -> "tuple[asyncio.Future[list[pb.PrefillEvent]], asyncio.Future[list[pb.DecodeEvent]]]":
+    """Both calls of one attempt, each for itself to be awaited or cancelled."""
+    work = work_request(prompt, params)
+    transfer_id = next(_serial).to_bytes(16, "big")
+    prefill_call = prefill_request(work, transfer_id, decode, max_chunk_tokens)
+    decode_call = decode_request(work, transfer_id, prefill)
+    assert prefill.prefilling is not None and decode.decoding is not None
+    return (
+        asyncio.ensure_future(_events(prefill.prefilling.run(prefill_call))),
+        asyncio.ensure_future(_events(decode.decoding.run(decode_call))),
+    )
 
 
 def work_request(prompt: list[int], params: SamplingParams) -> pb.WorkRequest:

@@ -6,14 +6,20 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from random import Random
+from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 import pytest_asyncio
 
+from engine.clock import MonotonicClock
+from kvcache.block_hash import PUBLIC, index_key, name_blocks
 from model.checksum_reference import checksum_continuation
 from model.config import ChecksumConfig
+from model.source import open_model
+from prefix_index.redis_index import RedisIndex
 from protos import inference_pb2 as pb
 from tests.system.live_cluster import LiveCluster, live_cluster
 
@@ -29,6 +35,26 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def expected(prompt: list[int], num_tokens: int) -> list[int]:
     return checksum_continuation(CONFIG, prompt, num_tokens)
+
+
+# The checksum's winner is out of the draw, so that sampling really samples.
+ANYTHING: dict[str, Any] = {"allowed_token_ids": list(range(64)), "ignore_eos": True}
+
+
+async def cache_hits(cluster: LiveCluster, worker: str) -> list[float]:
+    """Prompt tokens not computed, as the router counts them and as the worker does."""
+    index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=f"{cluster.key_prefix}:")
+    try:
+        (record,) = [each for each in await index.workers() if each.name == worker]
+    finally:
+        await index.close()
+    counts = []
+    async with httpx.AsyncClient() as client:
+        for url in (cluster.http_url, f"http://{record.system_address}"):
+            text = (await client.get(f"{url}/metrics")).text
+            (line,) = [x for x in text.splitlines() if x.startswith("vllm:prefix_cache_hits_total")]
+            counts.append(float(line.split()[-1]))
+    return counts
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -50,6 +76,84 @@ async def test_a_repeated_prompt_reports_what_was_not_computed(cluster: LiveClus
     ]
     assert [reply.output for reply in replies] == [expected(prompt, 5)] * 2
     assert [reply.usage.cached_tokens for reply in replies] == [0, 48]
+
+
+async def test_two_prefill_workers_give_one_prompt_the_same_names_in_redis(
+    cluster: LiveCluster,
+) -> None:
+    """Processes of their own, so of different hash seeds; and the names are these in any."""
+    prompt = prompt_of(64, seed=2)
+    source = open_model("checksum")
+    names = name_blocks(source.namespace(16, "float32"), PUBLIC, prompt, 16)
+    keys = [index_key(name) for name in names]
+    index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=f"{cluster.key_prefix}:")
+    try:
+        for name in ("p0", "p1"):
+            reply = await cluster.generate(
+                prompt, pb.Pins(prefill=name), max_tokens=1, temperature=0, ignore_eos=True
+            )
+            assert (reply.output, reply.usage.cached_tokens) == (expected(prompt, 1), 0)
+        async with asyncio.timeout(5):
+            while True:
+                held = await index.longest(keys)
+                if held.get("p0") == held.get("p1") == 4:
+                    break
+                await asyncio.sleep(0.05)
+    finally:
+        await index.close()
+
+
+async def test_metrics_count_what_repeats_of_a_prompt_did_not_compute(
+    cluster: LiveCluster,
+) -> None:
+    for length, cached in ((31, 16), (32, 16), (33, 32), (48, 32), (49, 48)):
+        prompt, counted = prompt_of(length, seed=length), []
+        for _ in range(3):
+            before = await cache_hits(cluster, "p0")
+            reply = await cluster.generate(
+                prompt, pb.Pins(prefill="p0"), max_tokens=2, temperature=0, ignore_eos=True
+            )
+            after = await cache_hits(cluster, "p0")
+            by_metrics = [new - old for old, new in zip(before, after, strict=True)]
+            counted.append([reply.usage.cached_tokens, *by_metrics])
+        assert counted == [[0] * 3, [cached] * 3, [cached] * 3]
+
+
+async def test_a_first_token_that_ends_the_text_is_the_whole_answer(cluster: LiveCluster) -> None:
+    reply = await cluster.generate(
+        prompt_of(50, seed=3), pb.Pins(prefill="p0"), temperature=0, logit_bias={257: 100}
+    )
+    assert (reply.output, reply.text) == ([257], "")
+    assert (reply.finished[0].reason, reply.usage.completion_tokens) == ("stop", 1)
+    journey = reply.usage.journey
+    assert (journey.prefill, journey.shipped_blocks, journey.shipped_bytes) == ("p0", 0, 0)
+    await cluster.settled()
+
+
+async def test_three_choices_over_two_workers_are_those_of_one_and_their_prompt_travels_once(
+    cluster: LiveCluster,
+) -> None:
+    prompt, pair = prompt_of(50, seed=4), pb.Pins(prefill="p0", decode="d0")
+    sampling = {"n": 3, "temperature": 0.8, "seed": 1, "max_tokens": 12} | ANYTHING
+    over_two = await cluster.generate(prompt, pair, **sampling)
+    await cluster.flush()
+    alone = await cluster.generate(prompt, pb.Pins(decode="d0", no_prefill=True), **sampling)
+    assert over_two.tokens == alone.tokens
+    assert [len(over_two.tokens[choice]) for choice in range(3)] == [12, 12, 12]
+    assert len({tuple(tokens) for tokens in over_two.tokens.values()}) > 1
+    assert over_two.usage.journey.shipped_blocks == 4
+
+
+async def test_temperature_one_samples_by_its_seed(cluster: LiveCluster) -> None:
+    prompt = prompt_of(20, seed=5)
+
+    async def answer(seed: int) -> tuple[int, ...]:
+        sampling = {"temperature": 1.0, "seed": seed, "max_tokens": 4} | ANYTHING
+        return tuple((await cluster.generate(prompt, **sampling)).output)
+
+    answers = await asyncio.gather(*(answer(seed) for seed in range(1, 21)))
+    assert len(set(answers)) >= 2
+    assert await asyncio.gather(*(answer(seed) for seed in range(1, 21))) == answers
 
 
 async def test_20_requests_survive_the_death_of_a_prefill_worker(cluster: LiveCluster) -> None:

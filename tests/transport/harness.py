@@ -22,7 +22,7 @@ from transport.config import TransportConfig
 from transport.dist_wire import DistAcceptor, DistConnector
 from transport.grpc_options import server_options
 from transport.grpc_wire import GrpcConnector
-from transport.link import Connector, Listener
+from transport.link import Acceptor, Connector, Listener
 from transport.loopback_wire import LoopbackWire
 from transport.orders import (
     Identity,
@@ -36,8 +36,10 @@ from transport.orders import (
 from transport.receiver import Receiver
 from transport.servicer import TransferServicer
 from transport.shipper import Shipper
+from transport.shm_wire import ShmAcceptor, ShmConnector
+from transport.tcp_wire import TcpAcceptor, TcpConnector
 
-WIRES = ["loopback", "grpc", "gloo"]
+WIRES = ["loopback", "grpc", "tcp", "shm", "gloo"]
 MANIFEST = b"manifest"
 SPEC = CacheSpec.full(num_layers=3, num_kv_heads=3, head_dim=4, block_size=4, dtype="int64")
 QUICK = TransportConfig(chunk_bytes=1000)  # two or three blocks of SPEC's heads a chunk
@@ -58,6 +60,10 @@ class Network:
             return self.loopback
         if self.wire == "grpc":
             return GrpcConnector(timeout_s=5)
+        if self.wire == "tcp":
+            return TcpConnector(GrpcConnector(timeout_s=5), timeout_s=5)
+        if self.wire == "shm":
+            return ShmConnector(GrpcConnector(timeout_s=5), timeout_s=5)
         connector = DistConnector(GrpcConnector(timeout_s=5), timeout_s=5)
         self._stack.callback(connector.close)
         return connector
@@ -69,7 +75,11 @@ class Network:
             self.loopback.listen(address, listener)
             return address
         server = grpc.aio.server(options=server_options())
-        acceptors = {"gloo": DistAcceptor(timeout_s=5)}
+        acceptors: dict[str, Acceptor] = {
+            "tcp": TcpAcceptor(timeout_s=5),
+            "shm": ShmAcceptor(timeout_s=5),
+            "gloo": DistAcceptor(timeout_s=5),
+        }
         add_TransferServicer_to_server(TransferServicer(listener, acceptors), server)
         port = server.add_insecure_port(address or "127.0.0.1:0")
         await server.start()

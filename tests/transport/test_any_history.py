@@ -3,6 +3,7 @@ reorder and damage what they carry."""
 
 from collections import Counter
 from dataclasses import dataclass, field
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,7 +11,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
 )
 
@@ -29,6 +29,7 @@ WINDOW = 4 * BLOCK_BYTES
 MAX_RESENDS = 3
 
 EVENTS = [
+    *["seal"] * 2,
     *["send"] * 4,
     *["arrive"] * 4,
     *["answer"] * 4,
@@ -38,10 +39,9 @@ EVENTS = [
     "lose",
     "damage",
     "wait",
+    "commit",
+    "give_up",
 ]
-PAIRS = st.integers(0, 8)
-INDEXES = st.integers(0, 20)
-
 Message = tuple[str, object]
 Pair = tuple[int, int]  # prefill rank, decode rank
 
@@ -73,7 +73,8 @@ class AnyHistory(RuleBasedStateMachine):
         chunk_blocks: int,
         faulty: bool,
     ) -> None:
-        self.faulty = faulty
+        self.faulty = faulty  # whether an end may give up; else the transfer must succeed
+        self.num_damaged = 0
         self.shape = Shape.of(SPEC, num_tokens)
         self.num_tokens = num_tokens
         self.first_block = min(resident, self.shape.num_blocks)
@@ -85,7 +86,7 @@ class AnyHistory(RuleBasedStateMachine):
             Outgoing(
                 {
                     plan.decode_rank: OutgoingPair(
-                        plan.heads, self.shape, chunk_blocks * BLOCK_BYTES, MAX_RESENDS
+                        plan.heads, self.shape, chunk_blocks * BLOCK_BYTES
                     )
                     for plan in plans
                     if plan.prefill_rank == rank
@@ -248,25 +249,24 @@ class AnyHistory(RuleBasedStateMachine):
 
     # what may happen
 
-    def pair(self, number: int) -> Pair:
-        return list(self.ways)[number % len(self.ways)]
-
-    @rule(number=st.integers(0, 2), count=st.integers(1, 10))
-    def seal(self, number: int, count: int) -> None:
-        rank = number % len(self.outgoing)
-        outgoing = self.outgoing[rank]
+    @rule(seed=st.integers(0, 2**32 - 1), count=st.sampled_from([1, 5, 20, 60]))
+    def happen(self, seed: int, count: int) -> None:
+        """Drawn from a seed of its own: as single choices, hypothesis keeps histories too short."""
+        rng = Random(seed)
         for _ in range(count):
+            pair = rng.choice(list(self.ways))
+            getattr(self, rng.choice(EVENTS))(pair, rng.randrange(60))
+            self.hold()
+
+    def seal(self, pair: Pair, index: int) -> None:
+        outgoing, waiting = self.outgoing[pair[0]], self.to_seal[pair[0]]
+        for _ in range(index % 6):
             if outgoing.over or outgoing.finished:
                 return
-            if self.to_seal[rank]:
-                outgoing.seal(self.to_seal[rank].pop(0))
+            if waiting:
+                outgoing.seal(waiting.pop(0))
             else:
                 outgoing.finish()
-
-    @rule(events=st.lists(st.tuples(st.sampled_from(EVENTS), PAIRS, INDEXES), min_size=4))
-    def happen(self, events: list[tuple[str, int, int]]) -> None:
-        for event, number, index in events:
-            getattr(self, event)(self.pair(number), index)
 
     def send(self, pair: Pair, index: int) -> None:
         self.pump(pair)
@@ -293,7 +293,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def repeat(self, pair: Pair, index: int) -> None:
         queue = (self.ways[pair].down, self.ways[pair].up)[index % 2]
-        if queue:
+        if queue and (self.faulty or queue[index % len(queue)][0] != "damaged"):
             queue.append(queue[index % len(queue)])
 
     def lose(self, pair: Pair, index: int) -> None:
@@ -303,30 +303,34 @@ class AnyHistory(RuleBasedStateMachine):
 
     def damage(self, pair: Pair, index: int) -> None:
         down = self.ways[pair].down
-        if down and down[index % len(down)][0] == "chunk":
+        may_damage = self.faulty or self.num_damaged < MAX_RESENDS
+        if may_damage and down and down[index % len(down)][0] == "chunk":
             down[index % len(down)] = ("damaged", down[index % len(down)][1])
+            self.num_damaged += 1
 
     def wait(self, pair: Pair, index: int) -> None:
         self.outgoing[pair[0]].pairs[pair[1]].probe(sent_before=1.0)
         self.remind(pair)
 
-    @rule()
-    def commit(self) -> None:
-        if all(incoming.state is Receiving.WHOLE for incoming in self.incoming):
-            for rank, incoming in enumerate(self.incoming):
-                incoming.commit()
-                for pair, way in self.ways.items():
-                    if pair[1] == rank:
-                        way.up.append(("commit", None))
+    def commit(self, pair: Pair, index: int) -> None:
+        """Once all are whole, the group commits, one rank after the other."""
+        decode = pair[1]
+        if all(incoming.whole for incoming in self.incoming):
+            if self.incoming[decode].state is Receiving.WHOLE:
+                self.incoming[decode].commit()
+            for each, way in self.ways.items():
+                if each[1] == decode:
+                    way.up.append(("commit", None))
 
-    @precondition(lambda self: self.faulty and not self.given_up)
-    @rule(number=st.integers(0, 9), end=st.sampled_from(["prefill", "decode", "link"]))
-    def give_up(self, number: int, end: str) -> None:
+    def give_up(self, pair: Pair, index: int) -> None:
+        """Seldom: a history that ends early shows little."""
+        if not self.faulty or self.given_up or index > 5:
+            return
         self.given_up = True
-        prefill, decode = pair = self.pair(number)
-        if end == "prefill":
+        prefill, decode = pair
+        if index < 2:
             self.give_up_prefill(prefill)
-        elif end == "decode":
+        elif index < 4:
             self.incoming[decode].fail(Code.CANCELLED, "given up")
         else:
             self.ways[pair].down.clear()
@@ -339,40 +343,46 @@ class AnyHistory(RuleBasedStateMachine):
     # what holds all the time, and in the end
 
     @invariant()
-    def holds(self) -> None:
-        for incoming in getattr(self, "incoming", []):
+    def hold(self) -> None:
+        if hasattr(self, "ways"):
+            self.books_balance()
+            self.nothing_is_written_twice()
+            self.whole_means_every_cell()
+            self.released_means_committed_by_all()
+
+    def books_balance(self) -> None:
+        for incoming in self.incoming:
             incoming.check()
-        for outgoing in getattr(self, "outgoing", []):
+        for outgoing in self.outgoing:
             for pair in outgoing.pairs.values():
                 pair.check()
                 limit = max(WINDOW, 3 * BLOCK_BYTES * len(pair.heads))
                 assert pair.unacked_bytes <= limit
 
-    @invariant()
     def nothing_is_written_twice(self) -> None:
-        assert all(count == 1 for count in getattr(self, "writes", Counter()).values())
+        assert all(count == 1 for count in self.writes.values())
 
-    @invariant()
     def whole_means_every_cell(self) -> None:
-        for rank, incoming in enumerate(getattr(self, "incoming", [])):
+        for rank, incoming in enumerate(self.incoming):
             if incoming.whole:
                 heads = sum(len(pair.heads) for pair in incoming.pairs.values())
                 cells = 2 * heads * (self.shape.num_blocks - self.first_block)
                 assert sum(key[0] == rank for key in self.writes) == cells
 
-    @invariant()
     def released_means_committed_by_all(self) -> None:
-        for outgoing in getattr(self, "outgoing", []):
+        for outgoing in self.outgoing:
             if outgoing.state is Sending.RELEASED:
                 for decode in outgoing.pairs:
                     assert self.incoming[decode].state is Receiving.COMMITTED
 
     def teardown(self) -> None:
         """From any state, wires that work again bring both ends to the same end."""
+        if not hasattr(self, "ways"):
+            return
         for _ in range(60):
-            for rank in range(len(getattr(self, "outgoing", []))):
-                self.seal(rank, 100)
-            for pair in getattr(self, "ways", {}):
+            for pair in self.ways:
+                for _ in range(20):
+                    self.seal(pair, 5)
                 while self.pump(pair):
                     pass
                 for index in range(30):
@@ -380,17 +390,13 @@ class AnyHistory(RuleBasedStateMachine):
                     self.finish_verifying(pair, 0)
                     self.answer(pair, index)
                 self.wait(pair, 0)
-            if hasattr(self, "ways"):
-                self.commit()
-        self.holds()
-        committed = [i.state is Receiving.COMMITTED for i in getattr(self, "incoming", [])]
-        if not getattr(self, "given_up", True):
-            assert all(committed)
-            assert all(o.state is Sending.RELEASED for o in self.outgoing)
-        for outgoing in getattr(self, "outgoing", []):
-            if outgoing.pairs and not self.given_up:
-                assert outgoing.over
+                self.commit(pair, 0)
+        self.hold()
+        if not self.faulty:
+            assert all(incoming.state is Receiving.COMMITTED for incoming in self.incoming)
+            assert all(outgoing.state is Sending.RELEASED for outgoing in self.outgoing)
+        assert all(outgoing.over or self.given_up for outgoing in self.outgoing)
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestAnyHistory.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)

@@ -2,7 +2,7 @@ import pytest
 
 from kvcache.spec import CacheSpec
 from transport.orders import Code, TransferFailed
-from transport.outgoing import Outgoing, OutgoingPair, Part, Run
+from transport.outgoing import MAX_ASKS, Outgoing, OutgoingPair, Part, Run
 from transport.shipment import Shape
 
 SPEC = CacheSpec.full(num_layers=2, num_kv_heads=2, head_dim=2, block_size=4, dtype="float32")
@@ -10,7 +10,7 @@ BLOCK_BYTES = 128  # of two heads: 2 heads x 2 planes x 4 tokens x 2 values x 4 
 
 
 def make_pair(num_tokens: int = 40, chunk_bytes: int = 3 * BLOCK_BYTES) -> OutgoingPair:
-    return OutgoingPair((0, 1), Shape.of(SPEC, num_tokens), chunk_bytes, max_resends=2)
+    return OutgoingPair((0, 1), Shape.of(SPEC, num_tokens), chunk_bytes)
 
 
 def state_of(outgoing: Outgoing) -> str:
@@ -93,16 +93,16 @@ def test_an_acknowledgement_counts_once() -> None:
     assert pair.unacked_bytes == 0
 
 
-def test_a_refused_chunk_is_sent_again_as_it_was_and_fails_after_its_last_chance() -> None:
+def test_a_refused_chunk_is_sent_again_as_it_was_and_not_for_ever() -> None:
     pair = make_pair()
     pair.seal(Run(0, 0, (1, 2)))
     pair.grant(0, 1 << 20)
     first = take_all(pair)
-    for _ in range(2):
+    for _ in range(MAX_ASKS):
         assert pair.nacked(0)
         assert not pair.nacked(0)  # it is on its way again already
         assert take_all(pair) == first
-    with pytest.raises(TransferFailed, match="layer 0, blocks 0-1: damaged or lost 3 times") as bad:
+    with pytest.raises(TransferFailed, match="layer 0, blocks 0-1: asked for 17 times") as bad:
         pair.nacked(0)
     assert bad.value.code == "DATA_LOSS"
 
@@ -121,7 +121,7 @@ def test_a_chunk_without_an_answer_is_sent_again_but_not_too_soon() -> None:
 
 
 def test_a_pair_without_heads_owes_nothing() -> None:
-    pair = OutgoingPair((), Shape.of(SPEC, 8), 1000, 3)
+    pair = OutgoingPair((), Shape.of(SPEC, 8), 1000)
     pair.seal(Run(0, 0, (1, 2)))
     pair.grant(0, 1 << 20)
     assert pair.take() is None

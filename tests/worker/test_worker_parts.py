@@ -11,12 +11,14 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, Counter
 
 from engine.request import Admitted, Failed, TokenOutput
+from model.source import open_model
 from protos import worker_pb2, worker_pb2_grpc
 from worker.admin import Doors
 from worker.cleanups import Cleanups
 from worker.doors import GrpcDoor
 from worker.errors import CannotStart
 from worker.outputs import Outputs
+from worker.rank_parts import head_map_of
 from worker.refusal import Context, Refused
 from worker.serving import serve_call
 from worker.settings import WorkerSettings
@@ -115,3 +117,12 @@ async def test_a_refusal_carries_its_hint_and_a_replaced_worker_says_so() -> Non
 def test_settings_out_of_range_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         WorkerSettings.model_validate({"name": "w", field: value})
+
+
+def test_more_ranks_than_query_heads_are_refused_at_start_with_the_numbers() -> None:
+    source = open_model("checksum")
+    for tp in (2, 4, 6, 9):
+        assert head_map_of(WorkerSettings(name="p0", tp=tp), source).tp == tp
+    sentence = r"p0 cannot run checksum at tp 10: tensor parallel size 10 is outside 1\.\.9"
+    with pytest.raises(CannotStart, match=sentence):
+        head_map_of(WorkerSettings(name="p0", tp=10), source)

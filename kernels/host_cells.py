@@ -1,0 +1,131 @@
+"""Cells in host memory, at the speed of memory: gather, scatter and digest without Python's loops.
+
+`cells.c` is compiled at first use by the C compiler that `make` needs anyway, and kept beside
+Python's own compiled files. Calls hold no interpreter lock, so they run while others compute. Where
+there is no compiler, `load` answers None and the references in `gather_blocks`, `scatter_blocks`
+and `kvcache.cells` do the work.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+SOURCE = Path(__file__).with_name("cells.c")
+FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Werror")
+SAMPLE = bytes(range(256)) * 5
+
+
+class Layout(ctypes.Structure):
+    """How one layer's pool is laid out, and which of its heads are meant."""
+
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("num_planes", "num_heads", "cell_bytes", "lo", "hi")
+    ]
+
+
+class HostCells(NamedTuple):
+    """The compiled functions."""
+
+    library: ctypes.CDLL
+    digest: ctypes.c_void_p
+
+    def gather(
+        self,
+        pool: int,
+        layout: Layout,
+        block_ids: NDArray[np.int64],
+        cells: NDArray[np.uint8],
+        block_stride: int,
+    ) -> None:
+        """From the pool at address `pool` into `cells`, `block_stride` bytes from block to block."""
+        self.library.gather_cells(
+            ctypes.c_void_p(pool),
+            ctypes.byref(layout),
+            ctypes.c_void_p(block_ids.ctypes.data),
+            ctypes.c_int64(len(block_ids)),
+            ctypes.c_void_p(cells.ctypes.data),
+            ctypes.c_int64(block_stride),
+        )
+
+    def scatter(
+        self,
+        pool: int,
+        layout: Layout,
+        block_ids: NDArray[np.int64],
+        cells: NDArray[np.uint8],
+        block_stride: int,
+    ) -> None:
+        """The other way."""
+        self.library.scatter_cells(
+            ctypes.c_void_p(pool),
+            ctypes.byref(layout),
+            ctypes.c_void_p(block_ids.ctypes.data),
+            ctypes.c_int64(len(block_ids)),
+            ctypes.c_void_p(cells.ctypes.data),
+            ctypes.c_int64(block_stride),
+        )
+
+    def digests(self, cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
+        """xxh3-64 of each row of a contiguous [num_cells, cell_bytes]."""
+        num_cells, cell_bytes = cells.shape
+        found = np.empty(num_cells, dtype=np.uint64)
+        self.library.digest_cells(
+            self.digest,
+            ctypes.c_void_p(cells.ctypes.data),
+            ctypes.c_int64(num_cells),
+            ctypes.c_int64(cell_bytes),
+            ctypes.c_void_p(found.ctypes.data),
+        )
+        return found
+
+
+@functools.cache
+def load() -> HostCells | None:
+    """The compiled functions, or None where they cannot be had or do not do what they should."""
+    try:
+        library = ctypes.CDLL(str(_compiled()))
+        # The very code that the package `xxhash` runs, without a call through Python for each cell.
+        own = ctypes.CDLL(xxhash._xxhash.__file__)
+        digest = ctypes.cast(own.XXH3_64bits, ctypes.c_void_p)
+    except (OSError, AttributeError, subprocess.SubprocessError):
+        return None
+    for function in (library.gather_cells, library.scatter_cells, library.digest_cells):
+        function.restype = None
+    made = HostCells(library, digest)
+    sample = np.frombuffer(SAMPLE, dtype=np.uint8).reshape(5, 256)
+    want = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in sample]
+    return made if made.digests(sample).tolist() == want else None
+
+
+def _compiled() -> Path:
+    """The shared library of this source, these flags and this platform; compiled if need be."""
+    text = SOURCE.read_bytes()
+    about = repr((FLAGS, sysconfig.get_platform())).encode()
+    name = f"cells-{hashlib.blake2b(text + about, digest_size=8).hexdigest()}.so"
+    folder = SOURCE.parent / "__pycache__"
+    target = folder / name
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            return _compile(Path(work) / name).replace(target)  # at once: others may be doing it
+    except PermissionError:  # an installation that is not ours: compile for this process alone
+        return _compile(Path(tempfile.mkdtemp(prefix="kvferry-")) / name)
+
+
+def _compile(target: Path) -> Path:
+    command = ["cc", *FLAGS, "-o", str(target), str(SOURCE)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    os.chmod(target, 0o700)
+    return target

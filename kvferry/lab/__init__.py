@@ -1,0 +1,1 @@
+"""Several hosts out of one machine: nodes, and links with a rate, a delay and faults on demand."""

@@ -1,0 +1,185 @@
+"""The shared-memory wire: payloads are built in a slot and read in place, never copied between.
+
+Both ends must be on one host (`host_id`), as one user. Frames ride a Unix socket of the pair; a
+Chunk's names the slot in which its payload lies. The decode end gives the slot back when nobody
+looks at the payload any more, that is, once it is scattered. A payload larger than a slot goes
+over the socket.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import weakref
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from protos.transfer_pb2 import Frame, Hello
+from transport.frame_socket import (
+    INLINE,
+    RETURN,
+    FrameSocket,
+    Message,
+    own_uid,
+    pack_slots,
+    parse_frame,
+    peer_uid,
+    unpack_slots,
+)
+from transport.link import Connector, Link, LinkClosed
+from transport.meeting import await_caller, call, listen_unix
+from transport.shm_ring import NUM_SLOTS, SLOT_BYTES, Lender, ShmRing, call_soon
+from transport.socket_link import SocketLink
+
+
+def host_id() -> str:
+    """Equal for two processes exactly when they can meet on an abstract Unix socket."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{own_uid()}"
+
+
+class PrefillShmLink(SocketLink):
+    def __init__(self, control: Link, stream: FrameSocket, ring: ShmRing) -> None:
+        self._lender = Lender(ring)
+        self._putting = asyncio.Lock()  # frames leave in the order of `send`, copies or not
+        super().__init__(control, stream)
+
+    async def lend(self, num_bytes: int) -> memoryview | None:
+        if num_bytes > SLOT_BYTES:
+            return await super().lend(num_bytes)
+        self._end.check()
+        return await self._end.unless(self._lender.lend(num_bytes))
+
+    async def _put(self, frame: Frame, payload: memoryview | None) -> None:
+        async with self._putting:
+            if payload is None or not 0 < payload.nbytes <= SLOT_BYTES:
+                await super()._put(frame, payload)
+                return
+            slot = self._lender.post(payload)
+            if slot is None:  # built elsewhere
+                lent = await self._lender.lend(payload.nbytes)
+                await asyncio.to_thread(np.copyto, np.asarray(lent), np.asarray(payload))
+                slot = self._lender.post(lent)
+                assert slot is not None, "a slot just lent is not"
+            await self._stream.send(frame.SerializeToString(), payload.nbytes, slot)
+
+    async def _take(self, message: Message) -> tuple[Frame, memoryview | None] | None:
+        frame, _, place, _ = message
+        if place != RETURN:
+            return await super()._take(message)
+        for slot in unpack_slots(frame):
+            if not self._lender.give_back(slot):
+                raise LinkClosed(f"slot {slot} was given back, which the other end does not have")
+        return None
+
+
+class DecodeShmLink(SocketLink):
+    def __init__(self, control: Link, stream: FrameSocket, ring: ShmRing) -> None:
+        self._ring = ring
+        self._loop = asyncio.get_running_loop()
+        self._done: deque[int] = deque()
+        self._returning: asyncio.Task[None] | None = None
+        super().__init__(control, stream)
+
+    async def _take(self, message: Message) -> tuple[Frame, memoryview | None] | None:
+        frame, num_bytes, slot, _ = message
+        if slot == INLINE:
+            return await super()._take(message)
+        if not (0 <= slot < NUM_SLOTS and 0 < num_bytes <= SLOT_BYTES):
+            raise LinkClosed(f"{num_bytes} bytes in slot {slot} were announced")
+        view = self._ring.view(slot, num_bytes)
+        weakref.finalize(view, self._let_go, slot).atexit = False
+        return parse_frame(frame), view.data
+
+    def _let_go(self, slot: int) -> None:
+        """Any thread: nobody looks at this payload any more."""
+        self._done.append(slot)
+        call_soon(self._loop, self._give_back)
+
+    def _give_back(self) -> None:
+        if self._done and (self._returning is None or self._returning.done()):
+            self._returning = asyncio.create_task(self._return())
+
+    async def _return(self) -> None:
+        with contextlib.suppress(LinkClosed):
+            while self._done:
+                slots = [self._done.popleft() for _ in range(len(self._done))]
+                await self._stream.send(pack_slots(slots), 0, RETURN)
+
+
+class ShmConnector:
+    """Dials like `control` does, and then meets the other end on this host."""
+
+    def __init__(self, control: Connector, timeout_s: float = 10.0) -> None:
+        self._control = control
+        self._timeout_s = timeout_s
+
+    async def connect(self, address: str, hello: Hello) -> Link:
+        greeting = Hello()
+        greeting.CopyFrom(hello)
+        greeting.wire = "shm"
+        greeting.rendezvous = host_id()
+        control = await self._control.connect(address, greeting)
+        sock = await call(control, self._timeout_s)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                ring = await _receive_ring(sock)
+        except (TimeoutError, OSError, ValueError) as error:
+            sock.close()
+            reason = f"no memory to share came: {error}"
+            await control.close(reason)
+            raise LinkClosed(reason) from error
+        return PrefillShmLink(control, FrameSocket(sock), ring)
+
+
+class ShmAcceptor:
+    """The decode end, whose memory it is."""
+
+    def __init__(self, timeout_s: float = 10.0) -> None:
+        self._timeout_s = timeout_s
+
+    async def accept(self, control: Link) -> Link:
+        if control.hello.rendezvous != host_id():
+            reason = f"no memory to share: this is host {host_id()}, not {control.hello.rendezvous}"
+            await control.close(reason)
+            raise LinkClosed(reason)
+        sock = await await_caller(control, listen_unix(), self._timeout_s)
+        try:
+            if peer_uid(sock) != own_uid():
+                raise PermissionError(f"user {peer_uid(sock)} called, not {own_uid()}")
+            ring, fd = ShmRing.create()
+            try:
+                socket.send_fds(sock, [b"r"], [fd])
+            finally:
+                os.close(fd)
+        except OSError as error:
+            sock.close()
+            reason = f"no memory to share: {error}"
+            await control.close(reason)
+            raise LinkClosed(reason) from error
+        return DecodeShmLink(control, FrameSocket(sock), ring)
+
+
+async def _receive_ring(sock: socket.socket) -> ShmRing:
+    sock.setblocking(False)
+    while True:
+        try:
+            _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+            break
+        except BlockingIOError:
+            readable = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().add_reader(sock, _settle, readable)
+            try:
+                await readable
+            finally:
+                asyncio.get_running_loop().remove_reader(sock)
+    if len(fds) != 1:
+        raise ValueError(f"{len(fds)} descriptors")
+    return ShmRing.open(fds[0])
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

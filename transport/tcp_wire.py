@@ -1,0 +1,47 @@
+"""The TCP wire: payloads leave by `sendmsg` and land by `recv_into`, on a socket of the pair.
+
+It crosses hosts. The decode rank listens on its own address for as long as it takes the prefill
+rank to come, and lets in nobody else.
+"""
+
+import socket
+
+from protos.transfer_pb2 import Hello
+from transport.frame_socket import FrameSocket
+from transport.link import Connector, Link
+from transport.meeting import await_caller, call, listen_tcp
+from transport.socket_link import SocketLink
+
+
+class TcpConnector:
+    """Dials like `control` does, and then goes where the other end says it listens."""
+
+    def __init__(self, control: Connector, timeout_s: float = 10.0) -> None:
+        self._control = control
+        self._timeout_s = timeout_s
+
+    async def connect(self, address: str, hello: Hello) -> Link:
+        greeting = Hello()
+        greeting.CopyFrom(hello)
+        greeting.wire = "tcp"
+        control = await self._control.connect(address, greeting)
+        sock = await call(control, self._timeout_s)
+        return SocketLink(control, _at_once(sock))
+
+
+class TcpAcceptor:
+    """The decode end. `host` is the address at which prefill ranks reach this one."""
+
+    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 10.0) -> None:
+        self._host = host
+        self._timeout_s = timeout_s
+
+    async def accept(self, control: Link) -> Link:
+        sock = await await_caller(control, listen_tcp(self._host), self._timeout_s)
+        return SocketLink(control, _at_once(sock))
+
+
+def _at_once(sock: socket.socket) -> FrameSocket:
+    """Acknowledgements are small and must not wait to be joined by others."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return FrameSocket(sock)
