@@ -94,7 +94,7 @@ def up(
         int | None, typer.Option(help="Ranks of each decode group.", show_default="2")
     ] = None,
     wire: Annotated[
-        list[str] | None, typer.Option(help="Wires KV blocks may take: grpc, gloo, nccl.")
+        list[str] | None, typer.Option(help="Wires KV blocks may take: shm, tcp, grpc, gloo, nccl.")
     ] = None,
     http_port: Annotated[
         int | None, typer.Option(help="The OpenAI-compatible door.", show_default="8000")

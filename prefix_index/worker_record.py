@@ -8,15 +8,16 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from hashlib import blake2b
-from typing import Self
+from typing import Protocol, Self
 
 from pydantic import TypeAdapter, ValidationError
 
 MAX_NAME_CHARS = 200
 
 # Everything else in a manifest must be equal for two workers to work together: `wires` needs only
-# one in common, and `model` is a label (the namespace is the identity of what was loaded).
-MAY_DIFFER = frozenset({"model", "wires"})
+# one in common, `model` is a label (the namespace is the identity of what was loaded), and `host`
+# decides only whether memory can be shared.
+MAY_DIFFER = frozenset({"model", "wires", "host"})
 
 
 class MalformedRecord(ValueError):
@@ -43,7 +44,8 @@ class Manifest:
     head_dim: int
     max_context: int
     vocab_size: int
-    wires: tuple[str, ...]
+    wires: tuple[str, ...]  # preferred first
+    host: str = ""  # equal for workers that can share memory; empty when none can
 
     def mismatch(self, other: "Manifest") -> str | None:
         """Why the two cannot work together, in one sentence; None when they can."""
@@ -51,10 +53,11 @@ class Manifest:
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs and field.name not in MAY_DIFFER:
                 return f"{field.name} differs: {mine} here, {theirs} there"
-        if not set(self.wires) & set(other.wires):
+        if not shared_wires(self, other):
+            apart = ", on different hosts" if "shm" in self.wires and "shm" in other.wires else ""
             return (
                 f"wires differ: {', '.join(self.wires) or 'none'} here, "
-                f"{', '.join(other.wires) or 'none'} there, none shared"
+                f"{', '.join(other.wires) or 'none'} there, none shared{apart}"
             )
         return None
 
@@ -63,6 +66,23 @@ class Manifest:
         must_equal = {key: value for key, value in asdict(self).items() if key not in MAY_DIFFER}
         text = json.dumps(must_equal, sort_keys=True, separators=(",", ":"))
         return blake2b(text.encode(), digest_size=16, person=b"kvferry-manifest").digest()
+
+
+class OffersWires(Protocol):
+    """What of a worker decides over which wires it can be reached: a manifest, or a summary."""
+
+    @property
+    def wires(self) -> tuple[str, ...]: ...
+
+    @property
+    def host(self) -> str: ...
+
+
+def shared_wires(prefill: OffersWires, decode: OffersWires) -> list[str]:
+    """The wires both offer, in the order in which the prefill worker prefers them."""
+    one_host = prefill.host != "" and prefill.host == decode.host
+    shared = [wire for wire in prefill.wires if wire in decode.wires]
+    return [wire for wire in shared if wire != "shm" or one_host]
 
 
 @dataclass(frozen=True, slots=True)

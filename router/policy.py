@@ -17,6 +17,8 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from prefix_index.worker_record import shared_wires
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:
@@ -32,6 +34,7 @@ class Replica:
     free_blocks: int = 0
     total_blocks: int = 0
     wires: tuple[str, ...] = ()  # preferred first
+    host: str = ""
     refused: str = ""  # why it cannot be used now
 
 
@@ -240,7 +243,7 @@ def _too_small(prompt: Prompt, replica: Replica) -> str:
 
 def _shared_wire(prefill: Replica, decode: Replica, pins: Pins) -> tuple[str, str]:
     """The wire this pair would use, or why there is none."""
-    shared = [wire for wire in prefill.wires if wire in decode.wires]
+    shared = shared_wires(prefill, decode)
     if pins.wire:
         shared = [wire for wire in shared if wire == pins.wire]
     if shared:

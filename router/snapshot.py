@@ -111,6 +111,7 @@ def _replica(
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
         wires=worker.record.manifest.wires,
+        host=worker.record.manifest.host,
         refused=refused,
     )
 

@@ -21,7 +21,7 @@ MAX_NAME_CHARS = 200
 MAX_MESSAGES = 1024
 MAX_ROLE_CHARS = 64
 MAX_CHUNK_TOKENS = 1_000_000
-WIRES = ("grpc", "gloo", "nccl")
+WIRES = ("shm", "tcp", "grpc", "gloo", "nccl")
 VISIBLE_ASCII = frozenset(string.ascii_letters + string.digits + string.punctuation)
 # Tokenising this much takes about a millisecond; more of it leaves the event loop.
 LOOP_CHARS = 2048

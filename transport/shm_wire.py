@@ -35,9 +35,15 @@ from transport.socket_link import SocketLink
 
 
 def host_id() -> str:
-    """Equal for two processes exactly when they can meet on an abstract Unix socket."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{own_uid()}"
+    """Equal for two processes exactly when they can meet on an abstract Unix socket.
+
+    Empty on a system that has none.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{own_uid()}"
+    except OSError:
+        return ""
 
 
 class PrefillShmLink(SocketLink):
@@ -141,7 +147,7 @@ class ShmAcceptor:
         self._timeout_s = timeout_s
 
     async def accept(self, control: Link) -> Link:
-        if control.hello.rendezvous != host_id():
+        if not host_id() or control.hello.rendezvous != host_id():
             reason = f"no memory to share: this is host {host_id()}, not {control.hello.rendezvous}"
             await control.close(reason)
             raise LinkClosed(reason)

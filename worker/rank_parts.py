@@ -14,6 +14,7 @@ from model.model import Model
 from model.source import ModelSource
 from prefix_index.index import Manifest
 from transport.link import PROTOCOL
+from transport.shm_wire import host_id
 from worker.errors import CannotStart
 from worker.settings import WorkerSettings
 
@@ -85,4 +86,5 @@ def manifest_of(settings: WorkerSettings, source: ModelSource) -> Manifest:
         max_context=source.max_context,
         vocab_size=source.vocab_size,
         wires=settings.wires,
+        host=host_id(),
     )

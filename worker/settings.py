@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-WireName = Literal["grpc", "gloo", "nccl"]
+WireName = Literal["shm", "tcp", "grpc", "gloo", "nccl"]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 
@@ -39,7 +39,9 @@ class WorkerSettings(BaseModel):
     max_running: Count = 32
     max_waiting: Count = 256
 
-    wires: Annotated[tuple[WireName, ...], Field(min_length=1)] = ("grpc", "gloo")
+    # Of a pair's wires the first in the prefill worker's order is used: the fastest comes first.
+    # shm counts only between workers on one host.
+    wires: Annotated[tuple[WireName, ...], Field(min_length=1)] = ("shm", "tcp", "gloo", "grpc")
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 1.0
     lease_s: Annotated[float, Field(gt=0, le=300)] = 5.0
     transfer_lease_s: Annotated[float, Field(gt=0, le=600)] = 30.0

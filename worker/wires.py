@@ -5,19 +5,39 @@ from collections.abc import Mapping
 from transport.dist_wire import DistAcceptor, DistConnector
 from transport.grpc_wire import GrpcConnector
 from transport.link import Acceptor, Connector
+from transport.shm_wire import ShmAcceptor, ShmConnector
+from transport.tcp_wire import TcpAcceptor, TcpConnector
 from worker.settings import WorkerSettings
 
 
 def connectors(settings: WorkerSettings) -> Mapping[str, Connector]:
     """How a prefill rank reaches decode ranks."""
-    return {
-        wire: GrpcConnector()
-        if wire == "grpc"
-        else DistConnector(GrpcConnector(wire=wire), wire, settings.host)
-        for wire in settings.wires
-    }
+    return {wire: _connector(wire, settings.host) for wire in settings.wires}
 
 
 def acceptors(settings: WorkerSettings) -> Mapping[str, Acceptor]:
     """How a decode rank takes in payloads that do not ride the control stream."""
-    return {wire: DistAcceptor(settings.host) for wire in settings.wires if wire != "grpc"}
+    return {wire: _acceptor(wire, settings.host) for wire in settings.wires if wire != "grpc"}
+
+
+def _connector(wire: str, host: str) -> Connector:
+    control = GrpcConnector(wire=wire)
+    match wire:
+        case "grpc":
+            return control
+        case "tcp":
+            return TcpConnector(control)
+        case "shm":
+            return ShmConnector(control)
+        case _:
+            return DistConnector(control, wire, host)
+
+
+def _acceptor(wire: str, host: str) -> Acceptor:
+    match wire:
+        case "tcp":
+            return TcpAcceptor(host)
+        case "shm":
+            return ShmAcceptor()
+        case _:
+            return DistAcceptor(host)

@@ -68,10 +68,15 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Liv
         yield cluster
 
 
-async def test_a_repeated_prompt_reports_what_was_not_computed(cluster: LiveCluster) -> None:
-    prompt = prompt_of(64, seed=1)
+@pytest.mark.parametrize("holder", ["p0", "p1", "d0"])
+async def test_a_repeated_prompt_reports_what_was_not_computed(
+    cluster: LiveCluster, holder: str
+) -> None:
+    """Pinned: the router hears of new blocks only some 0.1 s after they are there."""
+    prompt = prompt_of(64, seed=500 + ord(holder[0]) + int(holder[1]))
+    pins = pb.Pins(no_prefill=True) if holder == "d0" else pb.Pins(prefill=holder)
     replies = [
-        await cluster.generate(prompt, max_tokens=5, temperature=0, ignore_eos=True)
+        await cluster.generate(prompt, pins, max_tokens=5, temperature=0, ignore_eos=True)
         for _ in range(2)
     ]
     assert [reply.output for reply in replies] == [expected(prompt, 5)] * 2

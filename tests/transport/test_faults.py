@@ -449,10 +449,11 @@ async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> No
             block_ids: Sequence[int],
             heads: Sequence[int],
             tail_tokens: int | None,
+            out: NDArray[np.uint8] | None = None,
         ) -> NDArray[np.uint8]:
             reading.set()
             assert may_read.wait(10)
-            return self._store.gather_cells(layer, block_ids, heads, tail_tokens)
+            return self._store.gather_cells(layer, block_ids, heads, tail_tokens, out)
 
     async with network("loopback") as net, cluster(net) as group:
         source = SlowSource(group.prefill.stores[0])

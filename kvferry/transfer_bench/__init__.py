@@ -1,0 +1,1 @@
+"""Measure how fast KV blocks travel, beside what the same wire could do without us."""

@@ -1,0 +1,57 @@
+"""What is measured: one load over one wire, and what the same machine could do at most."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvcache.spec import CacheSpec
+
+NUM_LAYERS = 8
+NUM_KV_HEADS = 8
+NUM_QUERY_HEADS = 32
+BLOCK_BYTES = 64 << 10  # of one layer, all heads: 16 tokens, 8 heads, K and V of 64 float32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`concurrency` prompts at once, of `num_blocks` blocks each."""
+
+    wire: str
+    num_blocks: int
+    concurrency: int = 1
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    digests: bool = True  # off only here, to see what they cost
+    chunk_bytes: int = 1 << 20
+    window_bytes: int = 8 << 20
+
+    @property
+    def total_bytes(self) -> int:
+        return self.concurrency * self.num_blocks * NUM_LAYERS * BLOCK_BYTES
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that may be under way at once, for the limit to be measured alike."""
+        return max(1, self.window_bytes // self.chunk_bytes)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * spec().block_size
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Case":
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        size = self.num_blocks * NUM_LAYERS * BLOCK_BYTES / 2**20
+        digests = "" if self.digests else ", no digests"
+        return (
+            f"{self.wire}: {self.concurrency} x {size:.0f} MiB, "
+            f"TP {self.prefill_tp} to {self.decode_tp}{digests}"
+        )
+
+
+def spec() -> CacheSpec:
+    return CacheSpec.full(NUM_LAYERS, NUM_KV_HEADS, 64, block_size=16, dtype="float32")

@@ -1,0 +1,69 @@
+"""One of the two processes of a measurement: does what it is told, one JSON line at a time."""
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from kvferry.transfer_bench.case import Case
+from kvferry.transfer_bench.ends import DecodeEnd, PrefillEnd
+from kvferry.transfer_bench.limits import push, serve
+
+
+class Child:
+    def __init__(self) -> None:
+        self._decode: DecodeEnd | None = None
+        self._prefill: PrefillEnd | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def do(self, order: dict[str, Any]) -> Any:
+        match order["do"]:
+            case "start decode":
+                self._decode = DecodeEnd(Case.from_json(order["case"]))
+                return await self._decode.start()
+            case "start prefill":
+                self._prefill = PrefillEnd(Case.from_json(order["case"]), order["addresses"])
+                return await self._prefill.start()
+            case "expect":
+                assert self._decode is not None
+                return self._decode.expect(order["first"])
+            case "settle":
+                assert self._decode is not None
+                return await self._decode.settle()
+            case "ship":
+                assert self._prefill is not None
+                return await self._prefill.ship(order["first"])
+            case "close":
+                for end in (self._prefill, self._decode):
+                    if end is not None:
+                        await end.close()
+                self._prefill = self._decode = None
+                return None
+            case "serve limit":
+                address, self._serving = await serve(Case.from_json(order["case"]))
+                return address
+            case "push limit":
+                return await push(Case.from_json(order["case"]), order["address"])
+            case "end limit":
+                assert self._serving is not None
+                return await self._serving
+        raise ValueError(f"cannot {order['do']}")
+
+
+async def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not stand between our lines
+    loop, child = asyncio.get_running_loop(), Child()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        try:
+            answer = {"answer": await child.do(json.loads(line))}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

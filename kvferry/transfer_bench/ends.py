@@ -1,0 +1,189 @@
+"""The two ends of a measured load: all ranks of one side, in one process each."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import grpc.aio
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.clock import MonotonicClock
+from kvcache.head_map import HeadInterval, HeadMap
+from kvcache.kv_store import KvStore
+from kvferry.transfer_bench.case import NUM_KV_HEADS, NUM_LAYERS, NUM_QUERY_HEADS, Case, spec
+from protos.transfer_pb2_grpc import add_TransferServicer_to_server
+from transport.config import TransportConfig
+from transport.grpc_options import server_options
+from transport.orders import Identity, ReceiptOrder, ShipmentKey, ShipmentOrder, Target
+from transport.receiver import Receiver
+from transport.servicer import TransferServicer
+from transport.shipper import Shipper
+from worker.settings import WorkerSettings
+from worker.wires import acceptors, connectors
+
+MANIFEST = b"transfer bench"
+DEADLINE_S = 120.0
+
+
+class DecodeEnd:
+    """Receives, and commits what is whole."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._stack = AsyncExitStack()
+        self._receivers: list[Receiver] = []
+        self._receipts: list[asyncio.Task[None]] = []
+
+    async def start(self) -> list[str]:
+        """Returns the address of each rank."""
+        torch.set_num_threads(1)
+        self._stack.enter_context(_digests(self._case.digests))
+        return [
+            await self._start_rank(rank, interval)
+            for rank, interval in enumerate(_heads(self._case.decode_tp))
+        ]
+
+    def expect(self, first: int) -> None:
+        """Make ready for the transfers numbered `first` and up."""
+        for number in range(first, first + self._case.concurrency):
+            self._receipts.append(asyncio.create_task(self._receive(number)))
+
+    async def settle(self) -> None:
+        """Raises when a transfer failed."""
+        receipts, self._receipts = self._receipts, []
+        await asyncio.gather(*receipts)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def _start_rank(self, rank: int, interval: HeadInterval) -> str:
+        case = self._case
+        store = _store(interval, case.concurrency * case.num_blocks, seed=None)
+        identity = Identity("decode-0", "d1", 1, rank)
+        receiver = Receiver(identity, interval, store, MANIFEST, MonotonicClock(), _config(case))
+        self._receivers.append(await self._stack.enter_async_context(receiver))
+        server = grpc.aio.server(options=server_options())
+        offered = acceptors(_settings(case.wire))
+        add_TransferServicer_to_server(TransferServicer(receiver, offered), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        self._stack.push_async_callback(server.stop, 0)
+        return f"127.0.0.1:{port}"
+
+    async def _receive(self, number: int) -> None:
+        case = self._case
+        order = ReceiptOrder(
+            _key(number),
+            case.num_tokens,
+            0,
+            _blocks(case, number),
+            "p1",
+            _heads(case.prefill_tp),
+            DEADLINE_S,
+        )
+        await asyncio.gather(*(receiver.expect(order) for receiver in self._receivers))
+        await asyncio.gather(*(receiver.commit(order.key) for receiver in self._receivers))
+
+
+class PrefillEnd:
+    """Ships prompts that are computed already."""
+
+    def __init__(self, case: Case, addresses: Sequence[str]) -> None:
+        self._case = case
+        self._addresses = tuple(addresses)
+        self._stack = AsyncExitStack()
+        self._shippers: list[Shipper] = []
+
+    async def start(self) -> None:
+        torch.set_num_threads(1)
+        case = self._case
+        self._stack.enter_context(_digests(case.digests))
+        intervals = _heads(case.prefill_tp)
+        for rank, interval in enumerate(intervals):
+            shipper = Shipper(
+                Identity("prefill-0", "p1", 1, rank),
+                intervals,
+                _store(interval, case.concurrency * case.num_blocks, seed=rank),
+                connectors(_settings(case.wire)),
+                MANIFEST,
+                MonotonicClock(),
+                _config(case),
+            )
+            self._shippers.append(await self._stack.enter_async_context(shipper))
+
+    async def ship(self, first: int) -> float:
+        """Seconds from the first word to the last commit of all transfers `first` and up."""
+        numbers = range(first, first + self._case.concurrency)
+        began = time.perf_counter()
+        await asyncio.gather(
+            *(self._ship_one(shipper, number) for number in numbers for shipper in self._shippers)
+        )
+        return time.perf_counter() - began
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def _ship_one(self, shipper: Shipper, number: int) -> None:
+        case = self._case
+        target = Target("decode-0", "d1", 1, self._addresses, _heads(case.decode_tp))
+        order = ShipmentOrder(_key(number), number, case.num_tokens, target, case.wire)
+        for layer in range(NUM_LAYERS):
+            shipper.seal(number, layer, 0, _blocks(case, number))
+        shipper.finish(number)
+        await shipper.ship(order)
+
+
+def _heads(tp: int) -> tuple[HeadInterval, ...]:
+    return HeadMap.even(NUM_QUERY_HEADS, NUM_KV_HEADS, tp).kv
+
+
+def _config(case: Case) -> TransportConfig:
+    return TransportConfig(chunk_bytes=case.chunk_bytes, window_bytes=case.window_bytes)
+
+
+def _settings(wire: str) -> WorkerSettings:
+    return WorkerSettings(name="bench", wires=(wire,))  # type: ignore[arg-type]
+
+
+def _key(number: int) -> ShipmentKey:
+    return ShipmentKey(number.to_bytes(16, "big"), 1, 1, 1)
+
+
+def _blocks(case: Case, number: int) -> tuple[int, ...]:
+    """Scattered over the pool, as in a worker that has run for a while; each lane has its own."""
+    all_blocks = np.random.default_rng(7).permutation(case.concurrency * case.num_blocks)
+    lane = number % case.concurrency
+    return tuple(all_blocks[lane :: case.concurrency].tolist())
+
+
+def _store(interval: HeadInterval, num_blocks: int, seed: int | None) -> KvStore:
+    store = KvStore(spec(), interval, num_blocks)
+    for layer in range(NUM_LAYERS):
+        pool = store.layer(layer).view(torch.uint8).numpy()
+        pool[...] = 0 if seed is None else np.random.default_rng(seed).integers(0, 256, dtype="u1")
+    return store
+
+
+@contextmanager
+def _digests(on: bool) -> Iterator[None]:
+    """Without them nothing is verified; no setting of a worker can turn them off."""
+    if on:
+        yield
+        return
+
+    def none(cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
+        return np.zeros(len(cells), dtype=np.uint64)
+
+    def never(*_: Any) -> None:
+        return None
+
+    with (
+        patch("transport.departure.cell_digests", none),
+        patch("transport.landing.first_mismatch", never),
+    ):
+        yield

@@ -1,0 +1,195 @@
+"""What each wire could carry at most: its own calls and nothing else, with as many bytes a message
+and as many messages in flight.
+
+    tcp    sendmsg and recv_into on plain blocking sockets
+    shm    one process copies into a slot, the other out of it
+    grpc   an asyncio stream of raw bytes, each message acknowledged by an empty one
+    gloo   isend and irecv of prepared tensors in a group of two
+
+In every one the sender hears once at the end that all has arrived.
+"""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import torch
+
+from kvferry.transfer_bench.case import Case
+from transport.grpc_options import channel_options, server_options
+from transport.pair_group import DECODE, PREFILL, PairStore, Rendezvous, _build
+from transport.shm_ring import NUM_SLOTS, ShmRing
+
+METHOD = "/kvferry.bench/Push"
+
+
+async def serve(case: Case) -> tuple[str, "asyncio.Task[None]"]:
+    """Where to push to, and what ends once all has come."""
+    if case.wire == "grpc":
+        return await _serve_grpc()
+    if case.wire in ("gloo", "nccl"):
+        store = PairStore("127.0.0.1", 30)
+        meet = Rendezvous(store.host, store.port, "limit")
+        task = asyncio.create_task(asyncio.to_thread(_take_gloo, case, meet, store))
+        return str(meet), task
+    listener = socket.socket(socket.AF_UNIX if case.wire == "shm" else socket.AF_INET)
+    listener.bind(f"\0kvferry-limit-{id(listener)}" if case.wire == "shm" else ("127.0.0.1", 0))
+    listener.listen(1)
+    name = listener.getsockname()
+    address = name[1:].decode() if case.wire == "shm" else str(name[1])
+    take = _take_shm if case.wire == "shm" else _take_tcp
+    return address, asyncio.create_task(asyncio.to_thread(take, case, listener))
+
+
+async def push(case: Case, address: str) -> float:
+    """Seconds until all had arrived."""
+    if case.wire == "grpc":
+        return await _push_grpc(case, address)
+    if case.wire in ("gloo", "nccl"):
+        return await asyncio.to_thread(_push_gloo, case, address)
+    give = _push_shm if case.wire == "shm" else _push_tcp
+    return await asyncio.to_thread(give, case, address)
+
+
+def _num_messages(case: Case) -> int:
+    return case.total_bytes // case.chunk_bytes
+
+
+def _payload(case: Case) -> Any:
+    return np.random.default_rng(1).integers(0, 256, case.chunk_bytes, dtype=np.uint8)
+
+
+def _push_tcp(case: Case, address: str) -> float:
+    with socket.create_connection(("127.0.0.1", int(address))) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        header, payload = bytes(12), memoryview(_payload(case))
+        began = time.perf_counter()
+        for _ in range(_num_messages(case)):
+            sent = sock.sendmsg([header, payload]) - len(header)
+            if sent < payload.nbytes:
+                sock.sendall(payload[max(0, sent) :])
+        sock.recv(1)
+        return time.perf_counter() - began
+
+
+def _take_tcp(case: Case, listener: socket.socket) -> None:
+    with listener, listener.accept()[0] as sock:
+        header, payload = bytearray(12), memoryview(_payload(case))
+        for _ in range(_num_messages(case)):
+            sock.recv_into(header, 0, socket.MSG_WAITALL)
+            sock.recv_into(payload, 0, socket.MSG_WAITALL)
+        sock.send(b"!")
+
+
+def _push_shm(case: Case, address: str) -> float:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect("\0" + address)
+        _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+        ring, payload = ShmRing.open(fds[0]), _payload(case)
+        free = list(range(min(NUM_SLOTS, case.in_flight)))
+        num_back, num_slots, num_messages = 0, len(free), _num_messages(case)
+        began = time.perf_counter()
+        for _ in range(num_messages):
+            if not free:
+                back = sock.recv(num_slots)
+                num_back += len(back)
+                free += back
+            slot = free.pop()
+            np.copyto(ring.view(slot, case.chunk_bytes), payload)
+            sock.send(bytes([slot]))
+        while num_back < num_messages:
+            num_back += len(sock.recv(num_slots))
+        return time.perf_counter() - began
+
+
+def _take_shm(case: Case, listener: socket.socket) -> None:
+    with listener, listener.accept()[0] as sock:
+        ring, fd = ShmRing.create()
+        socket.send_fds(sock, [b"r"], [fd])
+        payload, left = _payload(case), _num_messages(case)
+        while left:
+            for slot in sock.recv(NUM_SLOTS):
+                np.copyto(payload, ring.view(slot, case.chunk_bytes))
+                sock.send(bytes([slot]))
+                left -= 1
+
+
+async def _serve_grpc() -> tuple[str, "asyncio.Task[None]"]:
+    done = asyncio.Event()
+
+    async def take(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for _ in messages:
+            yield b""
+        done.set()
+
+    handler = grpc.stream_stream_rpc_method_handler(take)  # type: ignore[arg-type]
+    server = grpc.aio.server(options=server_options())
+    service, method = METHOD[1:].split("/")
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {method: handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def finish() -> None:
+        await done.wait()
+        await server.stop(1)
+
+    return f"127.0.0.1:{port}", asyncio.create_task(finish())
+
+
+async def _push_grpc(case: Case, address: str) -> float:
+    message, room = bytes(_payload(case)), asyncio.Semaphore(case.in_flight)
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        await channel.channel_ready()
+        call: Any = channel.stream_stream(METHOD)()
+
+        async def collect() -> None:
+            for _ in range(_num_messages(case)):
+                await call.read()
+                room.release()
+
+        began = time.perf_counter()
+        collecting = asyncio.create_task(collect())
+        for _ in range(_num_messages(case)):
+            await room.acquire()
+            await call.write(message)
+        await collecting
+        seconds = time.perf_counter() - began
+        await call.done_writing()
+        with contextlib.suppress(grpc.RpcError):
+            await call.read()
+        return seconds
+
+
+def _push_gloo(case: Case, address: str) -> float:
+    group: Any = _build(PREFILL, Rendezvous.parse(address), "127.0.0.1", "gloo", 30)
+    tensors = [torch.from_numpy(_payload(case)) for _ in range(case.in_flight)]
+    began, works = time.perf_counter(), []
+    for i in range(_num_messages(case)):
+        if i >= case.in_flight:
+            works[i - case.in_flight].wait()
+        works.append(group.send([tensors[i % case.in_flight]], DECODE, i))
+    for work in works[-case.in_flight :]:
+        work.wait()
+    group.recv([torch.empty(1, dtype=torch.uint8)], DECODE, 1 << 20).wait()
+    return time.perf_counter() - began
+
+
+def _take_gloo(case: Case, meet: Rendezvous, store: PairStore) -> None:
+    group: Any = _build(DECODE, meet, "127.0.0.1", "gloo", 30)
+    tensors = [torch.from_numpy(_payload(case)) for _ in range(case.in_flight)]
+    works: list[Any] = []
+    for i in range(_num_messages(case)):
+        if i >= case.in_flight:
+            works[i - case.in_flight].wait()
+        works.append(group.recv([tensors[i % case.in_flight]], PREFILL, i))
+    for work in works[-case.in_flight :]:
+        work.wait()
+    group.send([torch.zeros(1, dtype=torch.uint8)], PREFILL, 1 << 20).wait()
+    del store
