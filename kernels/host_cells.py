@@ -9,6 +9,7 @@ and `kvcache.cells` do the work.
 import ctypes
 import functools
 import hashlib
+import importlib
 import os
 import subprocess
 import sysconfig
@@ -47,7 +48,7 @@ class HostCells(NamedTuple):
         cells: NDArray[np.uint8],
         block_stride: int,
     ) -> None:
-        """From the pool at address `pool` into `cells`, `block_stride` bytes from block to block."""
+        """From the pool at address `pool` into `cells`, `block_stride` bytes a block."""
         self.library.gather_cells(
             ctypes.c_void_p(pool),
             ctypes.byref(layout),
@@ -95,7 +96,7 @@ def load() -> HostCells | None:
     try:
         library = ctypes.CDLL(str(_compiled()))
         # The very code that the package `xxhash` runs, without a call through Python for each cell.
-        own = ctypes.CDLL(xxhash._xxhash.__file__)
+        own = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
         digest = ctypes.cast(own.XXH3_64bits, ctypes.c_void_p)
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None

@@ -92,7 +92,9 @@ class KvStore:
             taken = 0
             for lo, hi in runs:
                 run_BHPSD = gather_cells(pool_NPHSD, block_ids_B, (lo, hi)).cpu()
-                run_BHPC = run_BHPSD.view(torch.uint8).numpy().reshape(len(block_ids), hi - lo, *shape[2:])
+                run_BHPC = (
+                    run_BHPSD.view(torch.uint8).numpy().reshape(len(block_ids), hi - lo, *shape[2:])
+                )
                 cells_BHPC[:, taken : taken + hi - lo] = run_BHPC
                 taken += hi - lo
         if tail_tokens is not None and len(block_ids):

@@ -2,18 +2,33 @@
 
 from dataclasses import dataclass
 
+CHUNK_BYTES = 4 << 20  # each chunk costs both ends about as much as moving 1 MiB does
+WINDOW_BYTES = 32 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    chunk_bytes: int = 1 << 20  # of payload, unless one block is larger
-    window_bytes: int = 8 << 20  # unacknowledged, per shipment and pair of ranks
+    chunk_bytes: int = CHUNK_BYTES  # of payload, unless one block is larger
+    window_bytes: int = WINDOW_BYTES  # unacknowledged, per shipment and pair of ranks
     max_resends: int = 3  # of one damaged chunk, then DATA_LOSS
     max_staged_chunks: int = 64  # received and not yet scattered, per link
     copy_threads: int = 2  # that gather or scatter, and digest
     lease_s: float = 30.0  # of silence, after which the other end counts as gone
-    renew_s: float = 5.0
-    resend_after_s: float = 10.0  # without an answer to a chunk
-    tick_s: float = 1.0  # of the reaper
     open_wait_s: float = 5.0  # for the order an early Open belongs to
     send_timeout_s: float = 30.0  # for one frame, before the link counts as stuck
     max_remembered: int = 4096  # ended transfers, so that late frames are known for what they are
+
+    @property
+    def renew_s(self) -> float:
+        """A few lost or late renewals must not end a lease, however short it is."""
+        return self.lease_s / 6
+
+    @property
+    def resend_after_s(self) -> float:
+        """Without an answer to a chunk."""
+        return self.lease_s / 3
+
+    @property
+    def tick_s(self) -> float:
+        """Of the reaper."""
+        return min(1.0, self.lease_s / 12)

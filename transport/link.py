@@ -49,7 +49,7 @@ class Link(Protocol):
 
 @runtime_checkable
 class Lender(Protocol):
-    """A prefill end that has a better place for the next payload than memory of the sender's own."""
+    """A prefill end that has a better place for the next payload than new memory."""
 
     async def lend(self, num_bytes: int) -> memoryview | None:
         """Room to build a payload in, to be given to `send` as it is, or dropped."""
@@ -113,12 +113,10 @@ class Ending:
                 return task.result()
             raise LinkClosed(self.reason or "the stream was cancelled")
         finally:
-            if not task.done():
-                if abandon:
-                    task.add_done_callback(heed)
-                else:
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
+            task.add_done_callback(heed)
+            if not task.done() and not abandon:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
 
 def heed(task: "asyncio.Future[T]") -> None:

@@ -20,6 +20,7 @@ class Port:
         self.link = link
         self.open = True
         self.room = asyncio.Semaphore(max_staged_chunks)  # for payloads not yet scattered
+        self._lender = link if isinstance(link, Lender) else None
         self._send_timeout_s = send_timeout_s
         self._posted: deque[Frame] = deque()
         self._stirred = asyncio.Event()
@@ -32,10 +33,10 @@ class Port:
 
     async def lend(self, num_bytes: int) -> memoryview | None:
         """Room of the wire's to build a payload in; None when any memory will do."""
-        if not isinstance(self.link, Lender):
+        if self._lender is None:
             return None
         async with self._in_time():
-            return await self.link.lend(num_bytes)
+            return await self._lender.lend(num_bytes)
 
     async def send(self, frame: Frame, payload: memoryview) -> None:
         """Returns once the wire has taken the frame. Raises LinkClosed."""

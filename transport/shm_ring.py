@@ -9,6 +9,7 @@ has it, whatever becomes of them. It cannot shrink, so no reader can be cut off 
 """
 
 import asyncio
+import contextlib
 import fcntl
 import mmap
 import os
@@ -71,24 +72,30 @@ class Lender:
         self._posted: set[int] = set()
         self._freed = asyncio.Event()
 
-    async def lend(self, num_bytes: int) -> memoryview:
-        """Waits for a slot. It is given back when the view is dropped, unless it is posted."""
-        while not self._free:
-            self._freed.clear()
-            await self._freed.wait()
+    def lend_now(self, num_bytes: int) -> memoryview | None:
+        """A slot, if one is free; it is free again when the view is dropped, unless posted."""
+        if not self._free:
+            return None
         slot = self._free.pop()  # the last one given back: most likely still in a cache
         view = self._ring.view(slot, num_bytes)
         self._lent[id(view)] = slot
         weakref.finalize(view, self._dropped, id(view)).atexit = False
         return view.data
 
-    def post(self, payload: memoryview) -> int | None:
-        """The slot that `payload` was lent in; None when it lies elsewhere."""
-        view = payload.obj
-        slot = self._lent.get(id(view))
-        if slot is None or payload.nbytes != getattr(view, "nbytes", 0):
-            return None
-        del self._lent[id(view)]
+    async def lend(self, num_bytes: int) -> memoryview:
+        """As soon as one is free."""
+        while (room := self.lend_now(num_bytes)) is None:
+            self._freed.clear()
+            await self._freed.wait()
+        return room
+
+    def has_lent(self, payload: memoryview) -> bool:
+        return id(payload.obj) in self._lent and payload.nbytes == payload.obj.nbytes  # type: ignore[attr-defined]
+
+    def post(self, payload: memoryview) -> int:
+        """The slot that `payload` was lent in; from now on it is the other end's."""
+        assert self.has_lent(payload), "a payload that was not built in a slot"
+        slot = self._lent.pop(id(payload.obj))
         self._posted.add(slot)
         return slot
 
@@ -117,7 +124,5 @@ class Lender:
 
 def call_soon(loop: asyncio.AbstractEventLoop, what: Callable[[], object]) -> None:
     """From any thread, also at the very end, when there is nobody left to call."""
-    try:
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(what)
-    except RuntimeError:
-        pass

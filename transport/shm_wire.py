@@ -21,7 +21,6 @@ from transport.frame_socket import (
     INLINE,
     RETURN,
     FrameSocket,
-    Message,
     own_uid,
     pack_slots,
     parse_frame,
@@ -49,36 +48,52 @@ def host_id() -> str:
 class PrefillShmLink(SocketLink):
     def __init__(self, control: Link, stream: FrameSocket, ring: ShmRing) -> None:
         self._lender = Lender(ring)
-        self._putting = asyncio.Lock()  # frames leave in the order of `send`, copies or not
+        self._sending = asyncio.Lock()  # frames leave in the order of `send`, copied or not
         super().__init__(control, stream)
 
     async def lend(self, num_bytes: int) -> memoryview | None:
         if num_bytes > SLOT_BYTES:
             return await super().lend(num_bytes)
         self._end.check()
+        return self._lender.lend_now(num_bytes) or await self._wait_for_slot(num_bytes)
+
+    async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
+        self._end.check()
+        if payload is not None and not self._lender.has_lent(payload):
+            # To its end, even if the caller is cancelled: a slot half filled is nobody's.
+            await self._end.unless(self._send_built_elsewhere(frame, payload), abandon=True)
+            return
+        async with self._sending:
+            if payload is None:
+                await super().send(frame)
+            else:
+                await self._post(frame, payload)
+
+    async def _send_built_elsewhere(self, frame: Frame, payload: memoryview) -> None:
+        async with self._sending:
+            if not 0 < payload.nbytes <= SLOT_BYTES:
+                await super().send(frame, payload)
+                return
+            room = await self._lender.lend(payload.nbytes)
+            await asyncio.to_thread(np.copyto, np.asarray(room), np.asarray(payload))
+            await self._post(frame, room)
+
+    async def _post(self, frame: Frame, room: memoryview) -> None:
+        slot = self._lender.post(room)
+        sent = self._stream.send(frame.SerializeToString(), None, room.nbytes, slot)
+        if sent is not None:
+            await asyncio.shield(sent)
+
+    async def _wait_for_slot(self, num_bytes: int) -> memoryview:
         return await self._end.unless(self._lender.lend(num_bytes))
 
-    async def _put(self, frame: Frame, payload: memoryview | None) -> None:
-        async with self._putting:
-            if payload is None or not 0 < payload.nbytes <= SLOT_BYTES:
-                await super()._put(frame, payload)
-                return
-            slot = self._lender.post(payload)
-            if slot is None:  # built elsewhere
-                lent = await self._lender.lend(payload.nbytes)
-                await asyncio.to_thread(np.copyto, np.asarray(lent), np.asarray(payload))
-                slot = self._lender.post(lent)
-                assert slot is not None, "a slot just lent is not"
-            await self._stream.send(frame.SerializeToString(), payload.nbytes, slot)
-
-    async def _take(self, message: Message) -> tuple[Frame, memoryview | None] | None:
-        frame, _, place, _ = message
+    def _take(self, frame: bytes, num_bytes: int, place: int, payload: memoryview | None) -> None:
         if place != RETURN:
-            return await super()._take(message)
+            super()._take(frame, num_bytes, place, payload)
+            return
         for slot in unpack_slots(frame):
             if not self._lender.give_back(slot):
                 raise LinkClosed(f"slot {slot} was given back, which the other end does not have")
-        return None
 
 
 class DecodeShmLink(SocketLink):
@@ -86,18 +101,17 @@ class DecodeShmLink(SocketLink):
         self._ring = ring
         self._loop = asyncio.get_running_loop()
         self._done: deque[int] = deque()
-        self._returning: asyncio.Task[None] | None = None
         super().__init__(control, stream)
 
-    async def _take(self, message: Message) -> tuple[Frame, memoryview | None] | None:
-        frame, num_bytes, slot, _ = message
+    def _take(self, frame: bytes, num_bytes: int, slot: int, payload: memoryview | None) -> None:
         if slot == INLINE:
-            return await super()._take(message)
+            super()._take(frame, num_bytes, slot, payload)
+            return
         if not (0 <= slot < NUM_SLOTS and 0 < num_bytes <= SLOT_BYTES):
             raise LinkClosed(f"{num_bytes} bytes in slot {slot} were announced")
         view = self._ring.view(slot, num_bytes)
         weakref.finalize(view, self._let_go, slot).atexit = False
-        return parse_frame(frame), view.data
+        self._put_ahead(parse_frame(frame), view.data)
 
     def _let_go(self, slot: int) -> None:
         """Any thread: nobody looks at this payload any more."""
@@ -105,14 +119,11 @@ class DecodeShmLink(SocketLink):
         call_soon(self._loop, self._give_back)
 
     def _give_back(self) -> None:
-        if self._done and (self._returning is None or self._returning.done()):
-            self._returning = asyncio.create_task(self._return())
-
-    async def _return(self) -> None:
-        with contextlib.suppress(LinkClosed):
-            while self._done:
-                slots = [self._done.popleft() for _ in range(len(self._done))]
-                await self._stream.send(pack_slots(slots), 0, RETURN)
+        """All that were let go since, at once."""
+        slots = [self._done.popleft() for _ in range(len(self._done))]
+        if slots:
+            with contextlib.suppress(LinkClosed):
+                self._stream.send(pack_slots(slots), None, 0, RETURN)
 
 
 class ShmConnector:
@@ -175,7 +186,7 @@ async def _receive_ring(sock: socket.socket) -> ShmRing:
             _, fds, _, _ = socket.recv_fds(sock, 1, 1)
             break
         except BlockingIOError:
-            readable = asyncio.get_running_loop().create_future()
+            readable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().add_reader(sock, _settle, readable)
             try:
                 await readable

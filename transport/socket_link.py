@@ -5,9 +5,10 @@ it ended; the socket carries all the rest, in order. Either one failing ends bot
 """
 
 import asyncio
+from collections import deque
 
 from protos.transfer_pb2 import Frame
-from transport.frame_socket import FrameSocket, Message, parse_frame
+from transport.frame_socket import FrameSocket, parse_frame
 from transport.link import Ending, Link, LinkClosed
 
 MAX_AHEAD = 4  # messages read before they are wanted, so that the next payload is under way
@@ -23,51 +24,58 @@ class SocketLink:
         self._control = control
         self._stream = stream
         self._end = Ending()
-        self._ahead: asyncio.Queue[tuple[Frame, memoryview | None]] = asyncio.Queue(MAX_AHEAD)
-        self._reader = asyncio.create_task(self._read())
+        self._ahead: deque[tuple[Frame, memoryview | None]] = deque()
+        self._stirred: asyncio.Future[None] | None = None  # of whoever waits in `recv`
+        self._socket_end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch())
         self._minder = asyncio.create_task(self._mind())
+        stream.start(self._take, self._socket_ended)
 
     async def lend(self, num_bytes: int) -> memoryview | None:
         return self._stream.stage(num_bytes)
 
     async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
         self._end.check()
-        # To its end, even if the caller is cancelled: half a message would shift all that follow.
-        await self._end.unless(self._put(frame, payload), abandon=True)
+        num_bytes = payload.nbytes if payload is not None else 0
+        sent = self._stream.send(frame.SerializeToString(), payload, num_bytes)
+        if sent is not None:
+            await sent
 
     async def recv(self) -> tuple[Frame, memoryview | None]:
-        if not self._ahead.empty():  # what was sent before the end still arrives
-            return self._ahead.get_nowait()
-        return await self._end.unless(self._ahead.get())
+        while not self._ahead:  # what was sent before the end still arrives
+            self._end.check()
+            self._stirred = asyncio.get_running_loop().create_future()
+            await self._stirred
+        if len(self._ahead) <= MAX_AHEAD:
+            self._stream.resume()
+        return self._ahead.popleft()
 
     async def close(self, reason: str) -> None:
         self._stream.finish_sending()
         await self._control.close(reason)
         self._over(reason)
-        tasks = (self._minder, self._reader, self._watcher)
+        tasks = (self._minder, self._watcher)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _put(self, frame: Frame, payload: memoryview | None) -> None:
-        num_bytes = payload.nbytes if payload is not None else 0
-        await self._stream.send(frame.SerializeToString(), num_bytes, payload=payload)
+    def _take(self, frame: bytes, num_bytes: int, place: int, payload: memoryview | None) -> None:
+        """A message has come. Raises LinkClosed for one that makes no sense."""
+        self._put_ahead(parse_frame(frame), payload)
 
-    async def _take(self, message: Message) -> tuple[Frame, memoryview | None] | None:
-        """What a message means to who receives; None for one that is between the links only."""
-        frame, _, _, payload = message
-        return parse_frame(frame), payload
+    def _put_ahead(self, frame: Frame, payload: memoryview | None) -> None:
+        self._ahead.append((frame, payload))
+        if len(self._ahead) >= MAX_AHEAD:
+            self._stream.pause()
+        self._stir()
 
-    async def _read(self) -> str:
-        """Until the socket ends."""
-        try:
-            while True:
-                item = await self._take(await self._stream.receive())
-                if item is not None:
-                    await self._ahead.put(item)
-        except LinkClosed as closed:
-            return str(closed)
+    def _stir(self) -> None:
+        if self._stirred is not None and not self._stirred.done():
+            self._stirred.set_result(None)
+
+    def _socket_ended(self, reason: str) -> None:
+        if not self._socket_end.done():
+            self._socket_end.set_result(reason)
 
     async def _watch(self) -> str:
         """Until the control stream ends."""
@@ -79,16 +87,17 @@ class SocketLink:
 
     async def _mind(self) -> None:
         """End the link when either half has ended; the control stream knows best why."""
-        halves = [self._reader, self._watcher]
+        halves: list[asyncio.Future[str]] = [self._socket_end, self._watcher]
         await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
         self._stream.finish_sending()
         await asyncio.wait(halves, timeout=LAST_WORDS_S)
         if self._watcher.done():
             self._over(self._watcher.result())
         else:
-            self._over(self._reader.result())
-            await self._control.close(self._reader.result())
+            self._over(self._socket_end.result())
+            await self._control.close(self._socket_end.result())
 
     def _over(self, reason: str) -> None:
         self._end.come(reason)
         self._stream.close()
+        self._stir()

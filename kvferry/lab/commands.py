@@ -109,6 +109,9 @@ async def address(folder: Path, source: str, target: str, port: int, console: Co
 
 def become(folder: Path, node: str, command: Sequence[str]) -> None:
     """Go on as `command` inside the node. Raises CommandError."""
+    command = command[1:] if command[0] == "--" else command
+    if not command:
+        raise CommandError("say what to run: `kvferry lab exec NODE -- COMMAND`")
     record = read_record(folder)
     line = record.command(node, command)
     if record.namespaces and (reason := why_no_namespaces()):

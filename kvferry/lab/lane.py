@@ -25,8 +25,11 @@ class Counts:
 
 
 class Lane:
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
+    """`burst_s`: an idle line may catch up on so much, for a user who looks only now and then."""
+
+    def __init__(self, shape: Shape, seed: int = 0, burst_s: float = 0.0) -> None:
         self.shape = shape
+        self._burst_s = burst_s
         self.is_cut = False
         self.counts = Counts()
         self._random = random.Random(seed)
@@ -70,7 +73,9 @@ class Lane:
         self.counts.num_carried += 1
         self.counts.num_bytes += num_bytes
         rate = self.shape.rate_bits_per_s
-        self._line_free_at = max(now, self._line_free_at) + (num_bytes * 8 / rate if rate else 0.0)
+        on_line_s = num_bytes * 8 / rate if rate else 0.0
+        self._line_free_at = max(now - self._burst_s, self._line_free_at) + on_line_s
         # Never ahead of what is under way, even when the delay has just been made shorter.
-        self._last_arrival = max(self._last_arrival, self._line_free_at + self.shape.delay_s)
+        leaves_line_at = max(now, self._line_free_at)
+        self._last_arrival = max(self._last_arrival, leaves_line_at + self.shape.delay_s)
         return self._last_arrival

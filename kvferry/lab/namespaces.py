@@ -115,7 +115,7 @@ class NamespaceNetwork:
         """Raises PartFailed."""
         for name in self._names.values():
             await run("ip", "netns", "add", name)
-            in_namespace(name, _without_ipv6)
+            in_namespace(name, _like_most_hosts)
             await run("ip", "-n", name, "link", "set", "lo", "up")
         for (a, b), link in self._links.items():
             await link.start()
@@ -184,8 +184,17 @@ def _is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}/ns/net").exists()
 
 
-def _without_ipv6() -> None:
-    """Its announcements would be the only packets that nobody sent."""
-    with contextlib.suppress(OSError):
-        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
-        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+def _like_most_hosts() -> None:
+    """Settings of a network namespace that would otherwise be whatever this machine has.
+
+    CUBIC, because BBR takes the moments at which a busy machine runs the emulator for the network.
+    No IPv6, because its announcements would be packets that nobody sent.
+    """
+    net = Path("/proc/sys/net")
+    for setting, value in (
+        ("ipv4/tcp_congestion_control", "cubic"),
+        ("ipv6/conf/all/disable_ipv6", "1"),
+        ("ipv6/conf/default/disable_ipv6", "1"),
+    ):
+        with contextlib.suppress(OSError):
+            (net / setting).write_text(value)

@@ -26,6 +26,7 @@ CONNECT_TIMEOUT_S = 10.0
 PACKET_BYTES = 1_460
 MAX_PIECE_BYTES = 65_536
 PIECE_S = 0.0005  # time on the line of one piece: small beside any delay worth having
+TICK_S = 1e-6  # a shorter wait would be lost in rounding, and never end
 HARD_CLOSE = struct.pack("ii", 1, 0)  # linger for no time: reset
 
 
@@ -61,7 +62,7 @@ class StreamLane:
     async def enter(self, num_bytes: int) -> float:
         """Wait for room in the queue; when it will come out."""
         lane, clock = self.lane, self.clock
-        while (too_long := lane.queued_s(clock.now()) - lane.max_queue_s) > 0:
+        while (too_long := lane.queued_s(clock.now()) - lane.max_queue_s) > TICK_S:
             await clock.sleep(too_long)
         return lane.stream(clock.now(), num_bytes, PACKET_BYTES)
 

@@ -14,7 +14,7 @@ from kvferry.errors import BadSettings
 MAX_NODES = 16
 NODE_NAME = re.compile(r"[a-z]([a-z0-9-]{0,10}[a-z0-9])?")  # `to-NAME` must fit an interface name
 BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+PER_SECOND = {"us": 10**6, "ms": 10**3, "s": 1}
 
 Direction = tuple[str, str]  # from one node to another
 
@@ -87,9 +87,9 @@ def parse_rate(text: str) -> float | None:
 
 def parse_delay(text: str) -> float:
     number, unit = _quantity(text)
-    if unit not in SECONDS or not 0 <= number * SECONDS[unit] <= 10:
+    if unit not in PER_SECOND or not 0 <= number / PER_SECOND[unit] <= 10:
         raise BadSettings(f"{text!r} is no delay: write 5ms or 200us, at most 10s")
-    return number * SECONDS[unit]
+    return number / PER_SECOND[unit]
 
 
 def parse_loss(text: str) -> float:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.spec import CacheSpec
+from transport.config import CHUNK_BYTES, WINDOW_BYTES
 
 NUM_LAYERS = 8
 NUM_KV_HEADS = 8
@@ -21,8 +22,8 @@ class Case:
     prefill_tp: int = 1
     decode_tp: int = 1
     digests: bool = True  # off only here, to see what they cost
-    chunk_bytes: int = 1 << 20
-    window_bytes: int = 8 << 20
+    chunk_bytes: int = CHUNK_BYTES
+    window_bytes: int = WINDOW_BYTES
 
     @property
     def total_bytes(self) -> int:

@@ -43,6 +43,10 @@ class Pair:
         await self._decode.ask("settle")
         return took
 
+    async def cpu_seconds(self) -> tuple[float, float]:
+        """What prefill and decode have used so far."""
+        return await self._prefill.ask("cpu seconds"), await self._decode.ask("cpu seconds")
+
     async def limit_seconds(self, case: Case) -> float:
         fields = case.to_json()
         address = await self._decode.ask("serve limit", case=fields)

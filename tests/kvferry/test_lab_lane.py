@@ -25,6 +25,13 @@ def test_a_packet_that_finds_the_queue_full_is_dropped() -> None:
     assert (lane.counts.num_carried, lane.counts.num_dropped) == (3, 1)
 
 
+def test_an_idle_line_catches_up_on_a_burst_but_shortens_no_delay() -> None:
+    lane = Lane(Shape(THOUSAND_BYTES_A_SECOND, 0.5), burst_s=1.0)
+    assert lane.offer(10.0, 500) == 10.5
+    assert lane.offer(10.0, 750) == 10.75
+    assert lane.offer(10.0, 250) == 11.0
+
+
 def test_a_lane_without_a_rate_only_delays() -> None:
     lane = Lane(Shape(None, 0.25))
     assert [lane.offer(1.0, 10**9), lane.offer(1.0, 10**9)] == [1.25, 1.25]
@@ -44,7 +51,7 @@ def test_losses_come_as_often_as_asked_and_repeat_for_the_same_seed() -> None:
         lane = Lane(Shape(None, loss=0.01), seed)
         return [number for number in range(10_000) if lane.offer(0.0, 1) is None]
 
-    assert len(lost(1)) == 89
+    assert len(lost(1)) == 111
     assert lost(1) == lost(1) != lost(2)
 
 

@@ -59,9 +59,9 @@ async def listening() -> AsyncIterator[Far]:
 async def connected(
     far: Far, proxy: DelayingProxy, clock: ManualClock, round_trip_s: float
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    num_before, num_open = len(far.writers), proxy.num_connections
     reader, writer = await asyncio.open_connection(*proxy.address)
-    num_before = len(far.writers)
-    await until(lambda: proxy.num_connections == num_before + 1)
+    await until(lambda: proxy.num_connections == num_open + 1)
     assert len(far.writers) == num_before, "the target is reached only after a round trip"
     await clock.run(round_trip_s + 1e-6)
     await until(lambda: len(far.writers) == num_before + 1)

@@ -573,6 +573,22 @@ async def test_renewals_keep_a_long_prefill_alive() -> None:
         group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
 
 
+async def test_a_short_lease_is_renewed_more_often() -> None:
+    config = QUICK.__class__(lease_s=0.6)
+    assert (config.renew_s, config.resend_after_s, config.tick_s) == pytest.approx((0.1, 0.2, 0.05))
+    clock = ManualClock()
+    async with network("loopback") as net, cluster(net, clock=clock, config=config) as group:
+        key = group.key()
+        expected = group.expect(key, NUM_TOKENS, TARGET, timeout_s=1000)
+        shipped = group.ship(key, NUM_TOKENS)
+        for _ in range(100):
+            await clock.run(0.05)
+        group.seal_all(key, NUM_TOKENS, SOURCE)
+        await asyncio.gather(*expected)
+        await group.commit(key)
+        await asyncio.gather(*shipped)
+
+
 async def test_an_order_that_no_prefill_rank_follows_ends_at_its_deadline() -> None:
     clock = ManualClock()
     async with network("loopback") as net, cluster(net, clock=clock) as group:

@@ -1,0 +1,136 @@
+"""`kvferry bench transfer`: load on every wire, beside what the wire itself could carry."""
+
+import os
+import platform
+import statistics
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvferry.errors import CommandError
+from kvferry.transfer_bench.case import Case
+from kvferry.transfer_bench.pair import Pair, processes
+from kvferry.transfer_bench.peers import PEERS, RunningPeer, default_python
+from kvferry.transfer_bench.plan import Wanted, cases
+from kvferry.transfer_bench.report import Row, plot, row, table, write
+
+LEAST_RUNS = 7  # for a median worth quoting
+
+
+async def bench_transfer(
+    wanted: Wanted,
+    runs: int,
+    peer_python: str | None,
+    out: Path,
+    picture: Path | None,
+    console: Console,
+) -> list[Row]:
+    """Measure, show, and leave the rows in `out`. Raises CommandError."""
+    if runs < 1:
+        raise CommandError(f"cannot repeat {runs} times")
+    planned = cases(wanted)
+    load_before = os.getloadavg()[0]
+    async with AsyncExitStack() as stack:
+        pair = await stack.enter_async_context(processes())
+        peers, missing = await _start_peers(planned[0], peer_python, stack)
+        bar = stack.enter_context(
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
+        )
+        task = bar.add_task("", total=len(planned) * runs)
+        rows: list[Row] = []
+        for case in planned:
+            bar.update(task, description=str(case))
+            rows += await _measure(
+                pair, case, planned[0], peers, missing, runs, lambda: bar.advance(task)
+            )
+    rows += _digest_costs(planned, rows)
+    console.print(table(rows))
+    for name, why in missing.items():
+        console.print(f"{name}: not measured: {why}", highlight=False, soft_wrap=True)
+    load = (round(load_before, 2), round(os.getloadavg()[0], 2))
+    console.print(f"load of the machine before and after: {load[0]}, {load[1]}", highlight=False)
+    about = {
+        "bench": "transfer",
+        "machine": {"cpus": os.cpu_count(), "system": platform.platform(), "load": load},
+        "not_measured": missing,
+    }
+    write(out, rows, about)
+    console.print(f"rows: {out}", highlight=False, soft_wrap=True)
+    if picture is not None:
+        plot(picture, rows, console)
+    return rows
+
+
+async def _start_peers(
+    base: Case, python: str | None, stack: AsyncExitStack
+) -> tuple[list[RunningPeer], dict[str, str]]:
+    """Those that are installed, and why the others are not there."""
+    running: list[RunningPeer] = []
+    missing: dict[str, str] = {}
+    for peer in PEERS:
+        try:
+            made = await RunningPeer.start(peer, python or default_python(), base.total_bytes)
+        except CommandError as error:
+            absent = "ModuleNotFoundError" in str(error)
+            missing[peer.name] = "not installed" if absent else str(error)
+        else:
+            running.append(made)
+            stack.push_async_callback(made.close)
+    return running, missing
+
+
+async def _measure(  # type: ignore[no-untyped-def]
+    pair: Pair,
+    case: Case,
+    base: Case,
+    peers: list[RunningPeer],
+    missing: dict[str, str],
+    runs: int,
+    advance,
+) -> list[Row]:
+    """Ours, the limit and the peers in turn, so that what else the machine does hits all alike."""
+    comparable = replace(case, wire=base.wire) == base  # peers hold as many bytes as the base case
+    rivals = [peer for peer in peers if case.wire in peer.peer.wires] if comparable else []
+    ours: list[float] = []
+    limit: list[float] = []
+    theirs: dict[str, list[float]] = {rival.peer.name: [] for rival in rivals}
+    gigabytes = case.total_bytes / 1e9
+    async with pair.running(case):
+        await pair.seconds(case)  # opens the links, touches the memory
+        for _ in range(runs):
+            ours.append(gigabytes / await pair.seconds(case))
+            limit.append(gigabytes / await pair.limit_seconds(case))
+            for rival in rivals:
+                took = await rival.seconds(case.chunk_bytes)
+                theirs[rival.peer.name].append(gigabytes / took)
+            advance()
+    absent = [peer.name for peer in PEERS if peer.name in missing and case.wire in peer.wires]
+    rows = [row(str(case), ours, limit, name, values) for name, values in theirs.items()]
+    if not rows:
+        note = f"{', '.join(absent)}: not installed" if absent and comparable else None
+        rows = [row(str(case), ours, limit, note)]
+    return rows
+
+
+def _digest_costs(planned: list[Case], rows: list[Row]) -> list[Row]:
+    """What digests take off the throughput, for each case measured with and without them."""
+    found = {each.what: each for each in rows}
+    costs = []
+    for case in planned:
+        with_them, without = found.get(str(case)), found.get(str(replace(case, digests=False)))
+        if case.digests and with_them is not None and without is not None:
+            cost = round((1 - with_them.ours / without.ours) * 100, 1)
+            spread = round(statistics.fmean([with_them.spread, without.spread]), 3)
+            what = f"{case}: cost of digests"
+            costs.append(Row(what, cost, "%", None, None, None, None, None, with_them.runs, spread))
+    return costs
