@@ -10,7 +10,7 @@ FOLDERS := $(wildcard $(SOURCES))
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-gpu demo bench proto clean
+.PHONY: help setup check test test-timed test-matrix test-gpu demo bench proto clean
 
 help:
 	@echo "make demo      start a whole cluster with a real model and ask it three questions"
@@ -41,6 +41,13 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Outside CI: they need a quiet machine, or most of an hour.
+test-timed: setup
+	$(BIN)/python -m pytest -m timed $(ARGS)
+
+test-matrix: setup
+	$(BIN)/python -m pytest tests/system/test_live_smollm2.py --full-matrix $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python tests/gpu/run_all.py $(ARGS)

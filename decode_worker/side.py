@@ -18,7 +18,6 @@ from worker.role import Front, RankContext, RoleSpec
 from worker.serving import serve_call
 from worker.wires import acceptors
 
-
 OPEN_WAIT_S = 5.0  # for the router's other leg, beyond the wait for blocks
 
 

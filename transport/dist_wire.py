@@ -9,6 +9,7 @@ import asyncio
 from protos.transfer_pb2 import Frame, Hello
 from transport.link import Connector, Ending, Link, LinkClosed
 from transport.pair_group import DECODE, PREFILL, PairGroup, PairStore, Rendezvous
+from transport.staging import Staging
 
 MAX_PAYLOAD_BYTES = 64 << 20  # of one chunk: a frame that announces more is no chunk of ours
 MAX_AHEAD = 16  # frames read before they are wanted, so that their payloads are under way
@@ -34,7 +35,11 @@ class PrefillDistLink(DistLink):
     def __init__(self, control: Link, pair: PairGroup) -> None:
         super().__init__(control, pair)
         self._sending = asyncio.Lock()
+        self._staging = Staging()
         self._closing: asyncio.Task[None] | None = None
+
+    async def lend(self, num_bytes: int) -> memoryview | None:
+        return self._staging.take(num_bytes)  # the pair's thread holds it until it has left
 
     async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
         self._end.check()

@@ -17,17 +17,15 @@ import contextlib
 import os
 import socket
 import struct
-import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protos.transfer_pb2 import Frame
 from transport.link import LinkClosed, heed
+from transport.staging import Staging
 
 HEADER = struct.Struct("<IIi")
 INLINE, RETURN = -1, -2
@@ -36,29 +34,6 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 64 << 20  # of one chunk: a frame that announces more is no chunk of ours
 
 Take = Callable[[bytes, int, int, memoryview | None], None]  # frame, payload_bytes, place, payload
-
-
-class Staging:
-    """Buffers for payloads, used again once nobody looks at them any more.
-
-    Fresh memory costs a page fault for every 4 KiB, more than copying them does.
-    """
-
-    def __init__(self, max_kept: int = 8) -> None:
-        self._kept: deque[NDArray[np.uint8]] = deque(maxlen=max_kept)
-
-    def take(self, num_bytes: int) -> memoryview:
-        buffer = self._fitting(num_bytes)
-        view = buffer[:num_bytes]
-        weakref.finalize(view, self._kept.append, buffer).atexit = False
-        return view.data
-
-    def _fitting(self, num_bytes: int) -> NDArray[np.uint8]:
-        with contextlib.suppress(IndexError):
-            buffer = self._kept.pop()
-            if num_bytes <= buffer.nbytes:
-                return buffer
-        return np.empty(num_bytes, dtype=np.uint8)
 
 
 class FrameSocket:

@@ -15,6 +15,7 @@ from protos.transfer_pb2 import Frame, Hello, Welcome
 from protos.transfer_pb2_grpc import TransferStub
 from transport.grpc_options import channel_options
 from transport.link import Ending, LinkClosed, LinkRefused
+from transport.staging import Staging
 
 HANGUP_S = 1.0  # for the other end to read what was sent before we hang up
 
@@ -77,7 +78,11 @@ class GrpcClientLink(GrpcLink):
         super().__init__(call.read, call.write, hello)
         self._channel = channel
         self._call = call
+        self._staging = Staging()
         self._num_reading = 0
+
+    async def lend(self, num_bytes: int) -> memoryview | None:
+        return self._staging.take(num_bytes)  # `send` copies
 
     async def recv(self) -> tuple[Frame, memoryview | None]:
         self._num_reading += 1

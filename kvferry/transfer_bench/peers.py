@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,17 +64,29 @@ class RunningPeer:
         except (CommandError, TimeoutError) as error:
             await made.close()
             raise CommandError(f"{peer.name}: {error}") from None
+        made._signal(signal.SIGSTOP)
         return made
 
     async def seconds(self, piece_bytes: int) -> float:
         """One repetition: all bytes, in pieces; the other end has them afterwards."""
         self._byte = self._byte % 255 + 1
-        took = float(await self._ends[0].ask("write", byte=self._byte, piece_bytes=piece_bytes))
-        if await self._ends[1].ask("byte") != self._byte:
-            raise CommandError(f"{self.peer.name} says it is done, but the bytes are not there")
-        return took
+        self._signal(signal.SIGCONT)
+        try:
+            took = float(await self._ends[0].ask("write", byte=self._byte, piece_bytes=piece_bytes))
+            if await self._ends[1].ask("byte") != self._byte:
+                raise CommandError(f"{self.peer.name} is done, but the bytes are not there")
+            return took
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Between repetitions they stand still: their threads look for work all the time."""
+        for process in self._processes:
+            if process.returncode is None:
+                process.send_signal(number)
 
     async def close(self) -> None:
+        self._signal(signal.SIGCONT)
         for process in self._processes:
             if process.stdin is not None:
                 process.stdin.close()

@@ -48,7 +48,7 @@ def test_gather_and_scatter_equal_the_references(
     out = np.empty(cells.nbytes, dtype=np.uint8)
     assert np.array_equal(compiled.gather_cells(1, blocks, heads, tail, out), cells)
     assert np.array_equal(out, cells.reshape(-1))
-    changed = cells ^ 1
+    changed = np.bitwise_xor(cells, np.uint8(1))
     for store in (compiled, plain):
         store.scatter_cells(0, blocks, heads, changed)
     for layer in range(2):

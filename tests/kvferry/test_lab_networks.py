@@ -262,6 +262,7 @@ async def best_of(measure: Callable[[], float], good: Callable[[float], bool]) -
     return measured
 
 
+@pytest.mark.timed
 @needs_namespaces
 async def test_an_emulated_link_keeps_its_delay_to_a_millisecond_and_its_rate_to_a_twentieth(
     tmp_path: Path,
@@ -277,6 +278,7 @@ async def test_an_emulated_link_keeps_its_delay_to_a_millisecond_and_its_rate_to
             assert rate >= 190e6
 
 
+@pytest.mark.timed
 @needs_namespaces
 async def test_an_emulated_link_loses_what_it_should_and_is_cut_one_way_alone(
     tmp_path: Path,
@@ -309,6 +311,7 @@ async def test_an_emulated_link_loses_what_it_should_and_is_cut_one_way_alone(
         far.close()
 
 
+@pytest.mark.timed
 @needs_namespaces
 @pytest.mark.skipif(shutil.which("nft") is None, reason="links are emulated where nft is missing")
 async def test_a_kernel_link_keeps_its_rate_loses_and_is_cut_one_way_alone(tmp_path: Path) -> None:

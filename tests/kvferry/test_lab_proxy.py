@@ -255,6 +255,7 @@ async def test_a_sender_is_held_back_when_nobody_reads() -> None:
         writer.transport.abort()
 
 
+@pytest.mark.timed
 async def test_on_the_machines_clock_the_rate_holds_to_a_twentieth() -> None:
     lanes = both_ways(Shape(200e6, 0.005))
     async with listening() as far, DelayingProxy(("127.0.0.1", far.port), *lanes) as proxy:

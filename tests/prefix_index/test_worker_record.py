@@ -72,6 +72,20 @@ def test_two_workers_need_one_wire_in_common() -> None:
     )
 
 
+def test_shared_memory_alone_does_not_join_two_hosts() -> None:
+    here = replace(MANIFEST, wires=("shm",), host="host-a")
+    assert here.mismatch(here) is None
+    assert here.mismatch(replace(here, host="host-b")) == (
+        "wires differ: shm here, shm there, none shared, on different hosts"
+    )
+
+
+def test_a_record_from_before_hosts_were_named_is_read() -> None:
+    text = json.loads(worker().to_json())
+    del text["manifest"]["host"]
+    assert WorkerRecord.from_json(json.dumps(text)).manifest.host == ""
+
+
 def test_labels_and_wires_are_not_part_of_the_digest() -> None:
     other = replace(MANIFEST, model="/models/smollm2.gguf", wires=("nccl",))
     assert other.digest() == MANIFEST.digest()

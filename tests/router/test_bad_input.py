@@ -137,7 +137,10 @@ async def test_a_request_without_input_is_refused(cluster: FakeCluster, pair: An
         (request(request_id="x\r\nERROR forged"), r"got 'x\r\nERROR forged'"),
         (request(request_id="\x1b[2J"), r"request_id: must have at most 128 visible ASCII"),
         (request(request_id="x" * 129), "request_id: must have at most 128 visible ASCII"),
-        (request(pins=pb.Pins(wire="pigeon")), "pins.wire: must be one of grpc, gloo, nccl"),
+        (
+            request(pins=pb.Pins(wire="pigeon")),
+            "pins.wire: must be one of shm, tcp, grpc, gloo, nccl",
+        ),
         (request(pins=pb.Pins(max_chunk_tokens=-1)), "pins.max_chunk_tokens: must be from 0"),
         (request(pins=pb.Pins(prefill="a\nb")), "pins.prefill: must be the name of a worker"),
         (request(pins=pb.Pins(prefill="a", no_prefill=True)), "contradicts pins.prefill 'a'"),

@@ -174,6 +174,17 @@ def test_pins_are_followed_whatever_they_cost() -> None:
     assert names(choose(PROMPT, fleet, Pins(no_prefill=True))) == ("", "d0")
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "wire"),
+    [("host-a", "host-a", "shm"), ("host-a", "host-b", "tcp"), ("", "", "tcp")],
+)
+def test_memory_is_shared_only_on_one_host(here: str, there: str, wire: str) -> None:
+    wires = ("shm", "tcp", "gloo", "grpc")
+    fleet = Replicas([prefill(wires=wires, host=here)], [decode(wires=wires, host=there)])
+    chosen = choose(PROMPT, fleet).chosen
+    assert chosen is not None and chosen.wire == wire
+
+
 def test_the_wire_is_the_first_that_both_offer() -> None:
     fleet = Replicas([prefill(wires=("nccl", "gloo", "grpc"))], [decode(wires=("grpc", "gloo"))])
     chosen = choose(PROMPT, fleet).chosen

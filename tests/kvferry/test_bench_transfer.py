@@ -1,0 +1,79 @@
+"""What the benchmark plans, counts and leaves behind; one small run of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvferry.cli import app
+from kvferry.errors import CommandError
+from kvferry.transfer_bench.case import Case
+from kvferry.transfer_bench.plan import Wanted, cases, parse_pairs, wanted_of
+from kvferry.transfer_bench.report import Row, row, table
+
+
+def test_each_dimension_is_varied_by_itself() -> None:
+    wanted = Wanted(("tcp",), (16, 2), (1, 3), ((1, 1), (2, 4)), (True, False))
+    assert [str(case) for case in cases(wanted)] == [
+        "tcp: 1 x 8 MiB, TP 1 to 1",
+        "tcp: 1 x 8 MiB, TP 1 to 1, no digests",
+        "tcp: 1 x 1 MiB, TP 1 to 1",
+        "tcp: 3 x 8 MiB, TP 1 to 1",
+        "tcp: 1 x 8 MiB, TP 2 to 4",
+    ]
+
+
+def test_a_case_counts_all_its_bytes() -> None:
+    case = Case("tcp", num_blocks=16, concurrency=3, chunk_bytes=1 << 20, window_bytes=8 << 20)
+    assert (case.total_bytes, case.in_flight, case.num_tokens) == (24 << 20, 8, 256)
+
+
+def test_what_cannot_be_measured_is_refused_by_name() -> None:
+    assert parse_pairs(["1x4", "2x2"]) == ((1, 4), (2, 2))
+    with pytest.raises(CommandError, match="looks like 1x4, not '0x1'"):
+        parse_pairs(["0x1"])
+    with pytest.raises(CommandError, match="no wire 'pigeon'"):
+        wanted_of(["pigeon"], None, None, None, "both", None)
+    with pytest.raises(CommandError, match="not 'maybe'"):
+        wanted_of(None, None, None, None, "maybe", None)
+
+
+def test_a_row_compares_medians() -> None:
+    found = row("tcp", [1.0, 2.0, 4.0], [2.0, 4.0, 5.0], "mooncake", [1.0, 1.0, 9.0])
+    assert found == Row("tcp", 2.0, "GB/s", "mooncake", 1.0, 2.0, 4.0, 0.5, 3, 1.5)
+    console = Console(width=200, record=True)
+    console.print(table([found]))
+    assert "2.00 GB/s" in console.export_text()
+
+
+@pytest.mark.timeout(120)
+def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
+    out = tmp_path / "out" / "transfer.json"
+    flags = ["--blocks", "2", "--concurrency", "2", "--pair", "1x2", "--runs", "1"]
+    wires = ["--wire", "shm", "--wire", "tcp", "--wire", "grpc"]
+    done = CliRunner().invoke(app, ["bench", "transfer", *wires, *flags, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())["rows"]
+    measured = [each["what"] for each in rows if each["unit"] == "GB/s"]
+    assert measured == [
+        f"{wire}: 2 x 1 MiB, TP 1 to 2{digests}"
+        for wire in ("shm", "tcp", "grpc")
+        for digests in ("", ", no digests")
+    ]
+    keys = [
+        "what",
+        "ours",
+        "unit",
+        "peer",
+        "peer_value",
+        "ratio",
+        "limit",
+        "share_of_limit",
+        "runs",
+        "spread",
+    ]
+    assert [list(each) for each in rows] == [keys] * len(rows)
+    assert all(each["ours"] > 0 and each["limit"] > 0 for each in rows if each["unit"] == "GB/s")
+    assert out.with_suffix(".png").stat().st_size > 0
