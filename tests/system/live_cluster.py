@@ -12,8 +12,9 @@ import grpc.aio
 
 from decode_worker.settings import DecodeSettings
 from engine.clock import MonotonicClock
-from kvferry.launcher import Handle, Part, PartEvent, Role
+from kvferry.launcher import Handle, Launcher, Part, PartEvent, Role
 from kvferry.local_launcher import LocalLauncher, Patience
+from kvferry.ray_launcher import RayLauncher
 from kvferry.redis_server import redis_server
 from prefill_worker.settings import PrefillSettings
 from protos import inference_pb2 as pb
@@ -173,8 +174,12 @@ async def live_cluster(
     decode: Mapping[str, Changes],
     router: Changes | None = None,
     key_prefix: str = "test",
+    ray: bool = False,
 ) -> AsyncIterator[LiveCluster]:
-    """Start everything, wait until the router can use every pair, stop everything."""
+    """Start everything, wait until the router can use every pair, stop everything.
+
+    With `ray`, prefill workers are Ray actors; else they are plain processes like the rest.
+    """
     clock, events = MonotonicClock(), list[PartEvent]()
     for inside in ("logs", "parts"):
         (folder / inside).mkdir(parents=True, exist_ok=True)
@@ -189,7 +194,11 @@ async def live_cluster(
         for name, changes in decode.items():
             group = DecodeSettings.model_validate(shared | {"name": name} | dict(changes))
             parts.append(Part(name, Role.DECODE, group))
-        launcher = LocalLauncher(folder, events.append, clock, Patience(start=120))
+        patience = Patience(start=120)
+        local = LocalLauncher(folder, events.append, clock, patience)
+        launcher: Launcher = local
+        if ray:
+            launcher = RayLauncher(len(prefill), local, events.append, clock, patience)
         address = f"127.0.0.1:{settings.grpc_port}"
         channel = grpc.aio.insecure_channel(address, options=channel_options())
         try:
