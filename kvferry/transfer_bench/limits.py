@@ -92,6 +92,7 @@ def _push_shm(case: Case, address: str) -> float:
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
         ring, payload = ShmRing.open(fds[0]), _payload(case)
         free = list(range(min(NUM_SLOTS, case.in_flight)))
+        _touch(ring, case)
         num_back, num_slots, num_messages = 0, len(free), _num_messages(case)
         began = time.perf_counter()
         for _ in range(num_messages):
@@ -107,9 +108,16 @@ def _push_shm(case: Case, address: str) -> float:
         return time.perf_counter() - began
 
 
+def _touch(ring: ShmRing, case: Case) -> None:
+    """The first look at memory costs more than copying it: not a part of the limit."""
+    for slot in range(min(NUM_SLOTS, case.in_flight)):
+        ring.view(slot, case.chunk_bytes)[:] = 1
+
+
 def _take_shm(case: Case, listener: socket.socket) -> None:
     with listener, listener.accept()[0] as sock:
         ring, fd = ShmRing.create()
+        _touch(ring, case)
         socket.send_fds(sock, [b"r"], [fd])
         payload, left = _payload(case), _num_messages(case)
         while left:
