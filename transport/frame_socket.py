@@ -13,6 +13,7 @@ to take the interpreter's lock from whoever computes.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import socket
@@ -122,14 +123,23 @@ class FrameSocket:
             raise LinkClosed(f"the socket broke: {error}") from error
 
     def _write_soon(self, pieces: list[memoryview]) -> Awaitable[None]:
+        """Write after what is being written. Counted until the thread has ended, not until its
+        caller has stopped waiting: what comes next must not slip into the middle of it.
+        """
         self._num_writing += 1
-        written = self._loop.run_in_executor(self._writer, self._write, pieces)
-        written.add_done_callback(self._written)
+        writing = self._writer.submit(self._write, pieces)
+        writing.add_done_callback(self._tell_written)
+        written = asyncio.wrap_future(writing)
+        written.add_done_callback(heed)
         return written
 
-    def _written(self, written: "asyncio.Future[None]") -> None:
+    def _tell_written(self, writing: "concurrent.futures.Future[None]") -> None:
+        """On the writer's thread, or the loop's when it was cancelled before it began."""
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            self._loop.call_soon_threadsafe(self._written)
+
+    def _written(self) -> None:
         self._num_writing -= 1
-        heed(written)
 
     def _write(self, pieces: list[memoryview]) -> None:
         """On the writer's thread."""

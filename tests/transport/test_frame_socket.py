@@ -1,0 +1,34 @@
+import asyncio
+import socket
+
+from transport.frame_socket import HEADER, INLINE, FrameSocket
+
+
+def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        piece = sock.recv(num_bytes - len(data))
+        assert piece, "the socket closed early"
+        data += piece
+    return bytes(data)
+
+
+async def test_a_frame_never_slips_into_a_payload_whose_sender_stopped_waiting() -> None:
+    payload = memoryview(bytes([7]) * (2 << 20))  # more than the socket takes at once
+    whole = HEADER.pack(3, payload.nbytes, INLINE) + b"big" + payload
+    small = HEADER.pack(5, 0, INLINE) + b"small"
+    for made_room in range(1, 21):
+        ours, theirs = socket.socketpair()
+        stream = FrameSocket(ours)
+        sending = stream.send(b"big", payload, payload.nbytes)
+        assert isinstance(sending, asyncio.Future)
+        start = await asyncio.to_thread(read_exactly, theirs, made_room * 7_000)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        following = stream.send(b"small")
+        rest = await asyncio.to_thread(read_exactly, theirs, len(whole) + len(small) - len(start))
+        assert start + rest == whole + small
+        if following is not None:
+            await following
+        stream.close()
+        theirs.close()
