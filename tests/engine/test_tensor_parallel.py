@@ -108,10 +108,11 @@ def test_a_rank_that_fails_takes_the_engine_down_and_no_request_hangs() -> None:
     thread.start()
     heards = [worker.add([i] * 20, 50) for i in range(3)]
     worker.engine.start()
-    for heard in heards:
+    for number, heard in enumerate(heards):
         heard.wait()
         assert heard.failure == Failed("UNAVAILABLE", "the engine has ended: rank 1 fell")
-        assert len(heard.text) == 3
+        assert 2 <= len(heard.text) <= 3  # rank 1 may fall before rank 0 has left the third step
+        assert heard.text == checksum_continuation(CONFIG, [number] * 20, 3)[: len(heard.text)]
     thread.join()
     assert [str(death) for death in deaths] == ["rank 1 fell"]
     with pytest.raises(EngineStopped):
