@@ -156,11 +156,17 @@ def _try_ports(settings: Settings) -> None:
 
 
 def _try_model(settings: Settings) -> None:
-    """Read the model's metadata once, before five processes find out that it is not there."""
+    """Read the model's metadata once, before five processes find out what is wrong with it."""
+    from kvcache.head_map import HeadMap
     from model.errors import BadModelFile
     from model.source import open_model
 
     try:
-        open_model(settings.model)
+        config = open_model(settings.model).config
     except BadModelFile as error:
         raise PartFailed(str(error)) from None
+    for role, tp in (("prefill", settings.prefill.tp), ("decode", settings.decode.tp)):
+        try:
+            HeadMap.even(config.num_query_heads, config.num_kv_heads, tp)
+        except ValueError as error:
+            raise PartFailed(f"--{role}-tp {tp} does not fit {settings.model}: {error}") from None

@@ -62,18 +62,19 @@ def worker_table(
     workers: Sequence[WorkerRecord], answers: Sequence[InspectResponse | str]
 ) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("worker\nepoch", "role", "address\nKV heads of each rank"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("requests\nrun + wait", "blocks\nused + cached / all"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("state")
+    for heading in ("worker\nepoch", "role\nstate", "address\nKV heads of ranks"):
+        table.add_column(heading)
+    for heading in ("requests\nrun + wait", "blocks used\n+ cached / all"):
+        table.add_column(heading, justify="right")
     for worker, answer in zip(workers, answers, strict=True):
         heads = " ".join(f"\\[{start}..{stop})" for start, stop in worker.kv_intervals)
+        requests, blocks, state = _load_cells(worker, answer)
         table.add_row(
             f"[bold]{worker.name}[/]\n[dim]{worker.epoch}[/]",
-            worker.role.value,
+            f"{worker.role.value}\n{state}",
             f"{worker.address}\n[dim]{heads}[/]",
-            *_load_cells(worker, answer),
+            requests,
+            blocks,
         )
     return table
 

@@ -87,7 +87,7 @@ class Settings(BaseSettings):
     @classmethod
     def _complete_sections(cls, values: dict[str, Any]) -> dict[str, Any]:
         completed = dict(values)
-        given = {key: values[key] for key in SHARED if values.get(key)}
+        given = {key: values[key] for key in SHARED if values.get(key) not in (None, "")}
         given.setdefault("model", cls.model_fields["model"].default)
         for name, component in SECTIONS.items():
             section = values.get(name) or {}
@@ -178,6 +178,8 @@ def _sentence(error: ValidationError) -> str:
             problems.append(f"there is no setting {key}")
         elif problem["type"] == "missing":
             problems.append(f"{key} is missing")
+        elif problem["type"] == "value_error":  # of several fields: its own words say which
+            problems.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}")
         else:
             problems.append(f"{key} = {given!r}: {problem['msg'].lower()}")
     return "; ".join(problems)

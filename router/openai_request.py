@@ -62,7 +62,7 @@ def completion(body: Json, request_id: str) -> Asked:
     fields = Fields(body)
     _refuse(fields, "suffix", fields.text("suffix") != "")
     _refuse(fields, "best_of", body.get("best_of") not in (None, 1, body.get("n")))
-    logprobs = body.get("logprobs") not in (None, False)
+    logprobs = body.get("logprobs") is not None and body["logprobs"] is not False  # 0 counts
     echo = fields.flag("echo")
     if echo and logprobs:
         raise InvalidRequest("echo", "with logprobs is not served: prompts have no logprobs")

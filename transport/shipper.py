@@ -230,6 +230,11 @@ class Shipper:
         except TransferFailed as failure:
             self._fail(departure, failure.code, failure.reason)
             return
+        except Exception as error:  # a wire that this machine cannot make: nobody else would say so
+            where = f"{departure.name_of(rank)} over {departure.order.wire}"
+            reason = f"cannot open a link to {where}: {type(error).__name__}: {error}"
+            self._fail(departure, Code.UNAVAILABLE, reason)
+            return
         if not port.open:
             self._fail(departure, Code.UNAVAILABLE, f"{departure.name_of(rank)} hung up")
             return

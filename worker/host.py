@@ -37,7 +37,7 @@ from worker.admin import AdminServicer, Doors, RankReports, rank_report
 from worker.cleanups import Cleanups
 from worker.doors import GrpcDoor
 from worker.metrics import engine_registry
-from worker.rank_parts import RankParts, manifest_of
+from worker.rank_parts import RankParts, check_device, manifest_of
 from worker.ranks import WorkerRanks
 from worker.role import Front, RankContext, RankSide, RoleSpec
 from worker.settings import WorkerSettings
@@ -73,6 +73,7 @@ class _Life:
     settings: WorkerSettings
     clock: Clock
     engine: Engine
+    ranks: WorkerRanks
     record: WorkerRecord
     announcer: Announcer
     doors: Doors
@@ -88,6 +89,7 @@ class _Life:
             first: set[asyncio.Future[Any]] = {announcing, self.over}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if self.over.done():
+                await asyncio.to_thread(self.ranks.stop, 0.0)  # the engine may wait for one of them
                 raise WorkerLost(self.over.result())
             raise WorkerLost(f"{self.settings.name} was started again elsewhere")
         except asyncio.CancelledError:
@@ -135,6 +137,7 @@ async def _open(
 ) -> _Life:
     loop = asyncio.get_running_loop()
     over: asyncio.Future[str] = loop.create_future()
+    check_device(settings)
     source = await asyncio.to_thread(open_model, settings.model)
     manifest = manifest_of(settings, source)
     index = RedisIndex(settings.redis_url, clock, prefix=f"{settings.key_prefix}:")
@@ -204,7 +207,7 @@ async def _open(
         heartbeat_s=settings.heartbeat_s,
         lease_s=settings.lease_s,
     )
-    return _Life(spec, settings, clock, engine, record, announcer, doors, side, others, over)
+    return _Life(spec, settings, clock, engine, ranks, record, announcer, doors, side, others, over)
 
 
 def _engine(

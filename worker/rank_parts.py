@@ -37,6 +37,15 @@ def device_of(settings: WorkerSettings, rank: int) -> str:
     return f"cuda:{rank}" if settings.device == "cuda" else "cpu"
 
 
+def check_device(settings: WorkerSettings) -> None:
+    """Raises CannotStart when the machine has no such devices, or too few."""
+    if settings.device == "cuda" and torch.cuda.device_count() < settings.tp:
+        raise CannotStart(
+            f"{settings.name} needs {settings.tp} CUDA devices and torch sees "
+            f"{torch.cuda.device_count()}: set device to cpu, or lower tp"
+        )
+
+
 def group_config(settings: WorkerSettings) -> GroupConfig:
     backend: Literal["gloo", "nccl"] = "nccl" if settings.device == "cuda" else "gloo"
     return GroupConfig(settings.tp, backend, settings.host, settings.rank_timeout_s)

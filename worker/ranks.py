@@ -53,8 +53,9 @@ class WorkerRanks:
     def lost(self) -> str | None:
         return self._group.lost()
 
-    def stop(self) -> None:
-        self._group.stop()
+    def stop(self, grace_s: float = 3.0) -> None:
+        """End the others; they have `grace_s` to leave by themselves."""
+        self._group.stop(grace_s)
 
     def _on_lost(self, reason: str) -> None:
         if self.engine is not None:

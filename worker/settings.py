@@ -1,8 +1,8 @@
 """What prefill and decode workers are told at start, checked once."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 WireName = Literal["shm", "tcp", "grpc", "gloo", "nccl"]
 Count = Annotated[int, Field(ge=1)]
@@ -47,3 +47,9 @@ class WorkerSettings(BaseModel):
     transfer_lease_s: Annotated[float, Field(gt=0, le=600)] = 30.0
     rank_timeout_s: Annotated[float, Field(gt=0, le=600)] = 60.0  # a rank that has not started
     drain_s: Annotated[float, Field(ge=0, le=600)] = 10.0  # what runs may finish at SIGTERM
+
+    @model_validator(mode="after")
+    def _check_wires(self) -> Self:
+        if "nccl" in self.wires and self.device != "cuda":
+            raise ValueError(f"the wire nccl needs device cuda, not {self.device}")
+        return self

@@ -208,6 +208,9 @@ async def test_logprobs_come_in_both_of_openais_shapes(
     assert logprobs.token_logprobs == [-0.5] * 3
     assert logprobs.text_offset == [0, 1, 2]
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[2] == {"!": -0.5}
+    bare = await sdk.completions.create(model="checksum", prompt="x", logprobs=0, max_tokens=3)
+    assert bare.choices[0].logprobs is not None  # of the sampled tokens, without alternatives
+    assert bare.choices[0].logprobs.token_logprobs == [-0.5] * 3
     stream = await sdk.chat.completions.create(
         model="checksum", messages=HI, logprobs=True, max_tokens=3, stream=True
     )

@@ -211,6 +211,28 @@ async def test_a_dead_decode_rank_ends_its_requests_within_3_s_and_the_group_ret
     assert reply.output == expected(prompt, 5)
 
 
+async def test_a_decode_rank_that_hangs_is_as_good_as_dead_and_is_replaced(
+    cluster: LiveCluster,
+) -> None:
+    loop = asyncio.get_running_loop()
+    rank_pid = (await cluster.inspect("d0")).rank_pids[1]
+    prompt = prompt_of(40, seed=310)
+    task = asyncio.create_task(
+        cluster.generate(prompt, max_tokens=4000, temperature=0, ignore_eos=True)
+    )
+    await asyncio.sleep(0.5)
+    was, stopped_at = cluster.handles["d0"].pid, loop.time()
+    os.kill(rank_pid, signal.SIGSTOP)
+    with pytest.raises(grpc.aio.AioRpcError) as end:
+        await task
+    assert end.value.code() is grpc.StatusCode.UNAVAILABLE
+    await cluster.until_alive("d0", was)
+    await cluster.until_pairs(2)
+    assert loop.time() - stopped_at < 25  # a whole new life, torch and all
+    reply = await cluster.generate(prompt, max_tokens=5, temperature=0, ignore_eos=True)
+    assert reply.output == expected(prompt, 5)
+
+
 async def test_500_requests_a_third_cancelled_leave_nothing_behind(cluster: LiveCluster) -> None:
     random = Random(3)
     for name in ("p0", "p1"):  # every link that the pairs keep is there before we count

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.clock import ManualClock
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
-from protos.transfer_pb2 import Chunk, Commit, Credit, Frame, Open
+from protos.transfer_pb2 import Chunk, Commit, Credit, Frame, Hello, Open
 from tests.transport.harness import (
     MANIFEST,
     QUICK,
@@ -26,7 +26,7 @@ from tests.transport.harness import (
     soon,
 )
 from transport.fault_wire import Cut, Fault, FaultConnector, Item
-from transport.link import Connector, LinkRefused
+from transport.link import Connector, Link, LinkRefused
 from transport.orders import Identity, ShipmentKey, ShipmentOrder, TransferFailed
 from transport.receiver import Receiver
 from transport.shipper import Shipper
@@ -841,3 +841,16 @@ async def test_a_wire_that_prefill_does_not_have_is_named() -> None:
         other = ShipmentOrder(order.key, order.request_key, NUM_TOKENS, order.target, "nccl")
         with pytest.raises(TransferFailed, match="no wire 'nccl' to decode-0 rank 0 at here:1"):
             await shipper.ship(other)
+
+
+async def test_a_wire_that_fails_in_an_unforeseen_way_ends_the_shipment_at_once() -> None:
+    class Broken:
+        async def connect(self, address: str, hello: Hello) -> Link:
+            raise AttributeError("this build has no such wire")
+
+    async with network("loopback") as net, cluster(net, wrap=lambda inner: Broken()) as group:
+        key = group.key()
+        (failure,) = await failures(*group.ship(key, NUM_TOKENS))
+        assert failure.code == "UNAVAILABLE"
+        assert "AttributeError: this build has no such wire" in failure.reason
+        await soon(lambda: group.prefill.shippers[0].open_shipments == 0)

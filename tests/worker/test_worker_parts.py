@@ -126,3 +126,8 @@ def test_more_ranks_than_query_heads_are_refused_at_start_with_the_numbers() -> 
     sentence = r"p0 cannot run checksum at tp 10: tensor parallel size 10 is outside 1\.\.9"
     with pytest.raises(CannotStart, match=sentence):
         head_map_of(WorkerSettings(name="p0", tp=10), source)
+
+
+def test_nccl_without_cuda_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="the wire nccl needs device cuda, not cpu"):
+        WorkerSettings.model_validate({"name": "w", "wires": ("nccl",)})
