@@ -150,6 +150,8 @@ async def _off_loop(field: str, num_chars: int, read: Callable[[], list[int]]) -
 
 def invalid(error: InvalidParam) -> InvalidRequest:
     too_long = error.field in ("prompt", "max_tokens") and "context" in error.limit
+    if error.field == "max_tokens" and isinstance(error.value, int):
+        too_long = too_long and error.value > 0  # a client that shortens and retries needs to know
     kind = "context_length_exceeded" if too_long else "invalid_value"
     failure = InvalidRequest(error.field, error.limit, kind=kind)
     failure.message = str(error)
