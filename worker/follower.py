@@ -3,9 +3,6 @@
 import asyncio
 import sys
 
-import structlog
-import torch
-
 from engine import follower
 from engine.clock import MonotonicClock
 from engine.rank_group import RankSeat, join
@@ -20,8 +17,6 @@ from worker.refusal import Context
 from worker.role import RankContext, RankSide, RoleSpec
 from worker.wires import connectors
 
-log = structlog.get_logger()
-
 FIRST_NOTE_S = 60.0
 
 
@@ -30,7 +25,6 @@ def follow(spec: RoleSpec, arguments: list[str] | None = None) -> None:
     seat, _ = join(sys.argv[1:] if arguments is None else arguments)
     life = seat.wait("life", FIRST_NOTE_S)
     settings = spec.settings.model_validate(life["settings"])
-    torch.set_num_threads(settings.threads)
     source = open_model(settings.model)
     comm = seat.connect(group_config(settings), device_of(settings, seat.rank))
     identity = Identity(settings.name, life["instance"], life["epoch"], seat.rank)

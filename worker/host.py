@@ -69,7 +69,6 @@ async def run_worker(spec: RoleSpec, settings: WorkerSettings, on_ready: OnReady
 
 @dataclass(slots=True)
 class _Life:
-    spec: RoleSpec
     settings: WorkerSettings
     clock: Clock
     engine: Engine
@@ -77,7 +76,6 @@ class _Life:
     record: WorkerRecord
     announcer: Announcer
     doors: Doors
-    side: RankSide
     others: Sequence[grpc.aio.Channel]
     over: "asyncio.Future[str]"
 
@@ -207,7 +205,7 @@ async def _open(
         heartbeat_s=settings.heartbeat_s,
         lease_s=settings.lease_s,
     )
-    return _Life(spec, settings, clock, engine, ranks, record, announcer, doors, side, others, over)
+    return _Life(settings, clock, engine, ranks, record, announcer, doors, others, over)
 
 
 def _engine(

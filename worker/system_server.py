@@ -83,5 +83,5 @@ class _UnsignalledServer(uvicorn.Server):
 
 
 def _answer(probe: Probe) -> Response:
-    body = {"ok": probe.ok} | ({"reason": probe.reason} if probe.reason else {})
+    body = {"ok": probe.ok} | ({} if probe.ok else {"reason": probe.reason})
     return JSONResponse(body, status_code=200 if probe.ok else 503)
