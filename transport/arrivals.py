@@ -1,0 +1,193 @@
+"""The transfers of one decode rank: how each begins, how it ends, and the timer that ends the rest.
+
+A transfer is live from its order until it is committed, or failed and fenced: no copying thread of
+it runs any more. A prefill rank that calls before the order waits among the early.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from kvcache.head_map import HeadInterval
+from kvcache.spec import CacheSpec
+from protos.transfer_pb2 import Abort, Commit, DrainAck, Frame, Hello, Open, Renew
+from transport.clock import Clock
+from transport.config import TransportConfig
+from transport.counts import TransferCounts
+from transport.incoming import Incoming
+from transport.landing import Landing
+from transport.memory import Memory
+from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey, TransferFailed
+from transport.plan import sources_of
+from transport.port import Port
+from transport.shipment import Receiving, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A prefill rank that called before its order was here."""
+
+    port: Port
+    open: Open
+    expires_at: float
+
+
+class Arrivals:
+    """Owns every landing from `begin` until it is forgotten."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        kv_heads: HeadInterval,
+        spec: CacheSpec,
+        clock: Clock,
+        config: TransportConfig,
+    ) -> None:
+        self.identity = identity
+        self.counts = TransferCounts()
+        self.live: dict[ShipmentKey, Landing] = {}
+        self.early: dict[ShipmentKey, dict[int, Early]] = {}
+        self.memory = Memory(config.max_remembered)
+        self._kv_heads = kv_heads
+        self._spec = spec
+        self._clock = clock
+        self._config = config
+
+    def begin(self, order: ReceiptOrder) -> Landing:
+        """Raises TransferFailed when the transfer has ended, or cannot be what the order says."""
+        if order.key in self.memory:
+            failure = self.memory.failure(order.key)
+            reason = f"transfer {order.key} is done"
+            raise failure or TransferFailed(Code.FAILED_PRECONDITION, reason)
+        shape = Shape.of(self._spec, order.num_tokens)
+        if order.key in self.live:
+            reason = f"transfer {order.key} is expected already"
+        elif order.key.decode_epoch != self.identity.epoch:
+            reason = f"this is epoch {self.identity.epoch}, not {order.key.decode_epoch}"
+        elif not 0 <= order.first_block <= shape.num_blocks <= len(order.block_table):
+            table = f"{len(order.block_table)} blocks, {order.first_block} of them resident"
+            reason = f"{order.num_tokens} tokens need {shape.num_blocks} blocks; there are {table}"
+        else:
+            reason = ""
+        if reason:
+            raise TransferFailed(Code.FAILED_PRECONDITION, reason)
+        sources = sources_of(self.identity.rank, self._kv_heads, order.source_intervals)
+        now = self._clock.now()
+        landing = Landing(
+            order,
+            Incoming(shape, order.num_tokens, order.first_block, sources, self._config.max_resends),
+            asyncio.get_running_loop().create_future(),
+            expires_at=now + order.timeout_s,
+            renew_at=now + self._config.renew_s,
+        )
+        self.live[order.key] = landing
+        return landing
+
+    def commit(self, key: ShipmentKey) -> None:
+        """Raises TransferFailed when the transfer is not whole, or was given up."""
+        landing = self.live.get(key)
+        if landing is None:
+            if key not in self.memory:
+                raise TransferFailed(Code.FAILED_PRECONDITION, f"no transfer {key} is known")
+            if (failure := self.memory.failure(key)) is not None:
+                raise failure
+            return
+        landing.incoming.commit()
+        landing.post(Frame(key=key.to_proto(), commit=Commit()))
+        self.counts.completed += 1
+        self.forget(landing)
+
+    async def abort(self, key: ShipmentKey, reason: str, code: Code = Code.CANCELLED) -> None:
+        """Give a transfer up. When this returns, no byte of it will be written any more."""
+        landing = self.live.get(key)
+        if landing is not None:
+            self.fail(landing, code, reason)
+            await landing.settled.wait()
+            return
+        failure = TransferFailed(code, reason)
+        self.memory.remember(key, failure)
+        for early in self.early.pop(key, {}).values():
+            early.port.post(abort_frame(key, failure))
+
+    def fail(self, landing: Landing, code: Code, reason: str) -> None:
+        landing.incoming.fail(code, reason)
+        self.review(landing)
+
+    def review(self, landing: Landing) -> None:
+        """Act on where a transfer stands now: whole, newly failed, or failed and drained."""
+        incoming, key = landing.incoming, landing.order.key
+        failure = incoming.failure
+        if failure is None:
+            if incoming.state is Receiving.WHOLE and not landing.result.done():
+                landing.expires_at = self._clock.now() + self._config.lease_s
+                landing.result.set_result(
+                    Receipt(incoming.num_chunks, incoming.bytes_landed, incoming.first_tokens)
+                )
+            return
+        if not landing.told:
+            landing.told = True
+            self.counts.failed += 1
+            landing.post(abort_frame(key, failure))
+            if not landing.result.done():
+                landing.result.set_exception(failure)
+        incoming.settle(len(landing.jobs))
+        if incoming.state is Receiving.FREED and not landing.settled.is_set():
+            for port in landing.drains:
+                port.post(Frame(key=key.to_proto(), drain_ack=DrainAck()))
+            self.forget(landing)
+
+    def forget(self, landing: Landing) -> None:
+        del self.live[landing.order.key]
+        self.memory.remember(landing.order.key, landing.incoming.failure)
+        landing.settled.set()
+
+    def lose(self, port: Port, reason: str) -> None:
+        self.counts.links_lost += 1
+        rank = port.link.hello.prefill_rank
+        for landing in list(self.live.values()):
+            if landing.ports.get(rank) is port:
+                landing.incoming.lose(rank, reason)
+                self.review(landing)
+        for key, ranks in list(self.early.items()):
+            if rank in ranks and ranks[rank].port is port:
+                del self.early[key]
+                self.memory.remember(key, TransferFailed(Code.UNAVAILABLE, reason))
+
+    async def reap(self) -> None:
+        while True:
+            await self._clock.sleep(self._config.tick_s)
+            now = self._clock.now()
+            for landing in list(self.live.values()):
+                self._tick(landing, now)
+            for key, ranks in list(self.early.items()):
+                if min(early.expires_at for early in ranks.values()) <= now:
+                    reason = f"no order for it within {self._config.open_wait_s:g} s"
+                    await self.abort(key, f"{self.identity}: {reason}", Code.UNAVAILABLE)
+
+    def _tick(self, landing: Landing, now: float) -> None:
+        incoming = landing.incoming
+        for rank, pair in incoming.pairs.items():
+            silent_s = now - pair.heard_at
+            if pair.opened and not pair.arrived and silent_s >= self._config.lease_s:
+                where = incoming.where(rank)
+                reason = f"prefill rank {rank} fell silent for {silent_s:.0f} s before {where}"
+                self.counts.expired += incoming.fail(Code.UNAVAILABLE, reason)
+        if landing.expires_at <= now:
+            whole = incoming.state is Receiving.WHOLE
+            reason = "neither committed nor aborted" if whole else f"before {incoming.where()}"
+            self.counts.expired += incoming.fail(Code.DEADLINE_EXCEEDED, f"out of time {reason}")
+        if landing.renew_at <= now and not incoming.over:
+            landing.renew_at = now + self._config.renew_s
+            landing.post(Frame(key=landing.order.key.to_proto(), renew=Renew()))
+        self.review(landing)
+
+
+def abort_frame(key: ShipmentKey, failure: TransferFailed) -> Frame:
+    return Frame(key=key.to_proto(), abort=Abort(reason=failure.reason, code=failure.code))
+
+
+def name_of(hello: Hello) -> str:
+    return str(
+        Identity(
+            hello.prefill_worker, hello.prefill_instance, hello.prefill_epoch, hello.prefill_rank
+        )
+    )

@@ -1,0 +1,59 @@
+"""What decode ranks say to a prefill rank, frame by frame."""
+
+from protos.transfer_pb2 import DrainAck, Frame
+from transport.clock import Clock
+from transport.departure import Departure
+from transport.departures import Departures
+from transport.orders import Code, ShipmentKey, TransferFailed
+from transport.port import Port
+
+
+class DecodeFrames:
+    """Acts on each frame; the shipments themselves belong to `departures`."""
+
+    def __init__(self, departures: Departures, clock: Clock) -> None:
+        self.counts = departures.counts
+        self._departures = departures
+        self._clock = clock
+
+    async def handle(self, port: Port, frame: Frame) -> None:
+        key, body = ShipmentKey.from_proto(frame.key), frame.WhichOneof("body")
+        departure = self._departures.live.get(key)
+        rank = port.link.welcome.decode_rank
+        if departure is None or departure.ports.get(rank) is not port:
+            known = departure is not None or key in self._departures.memory
+            self.counts.late_frames += known
+            self.counts.stale_frames += not known
+            if body == "abort":
+                port.post(Frame(key=frame.key, drain_ack=DrainAck()))
+            return
+        outgoing, pair = departure.outgoing, departure.outgoing.pairs[rank]
+        if body == "abort":
+            departure.drains.append(port)
+            reason = f"{departure.name_of(rank)} gave up: {frame.abort.reason}"
+            self._departures.fail(departure, Code.parse(frame.abort.code), reason)
+            return
+        if outgoing.over:
+            self.counts.late_frames += 1
+            return
+        pair.heard_at = self._clock.now()
+        if body == "credit":
+            pair.grant(frame.credit.first_block, frame.credit.window_bytes)
+        elif body == "chunk_ack":
+            self.counts.duplicate_chunks += not pair.acked(frame.chunk_ack.seq)
+        elif body == "chunk_nack":
+            self._resend(departure, rank, frame.chunk_nack.seq, frame.chunk_nack.reason)
+        elif body == "commit":
+            outgoing.commit(rank)
+        outgoing.advance()
+        departure.stirred[rank].set()
+        self._departures.review(departure)
+
+    def _resend(self, departure: Departure, rank: int, seq: int, reason: str) -> None:
+        try:
+            self.counts.resent_chunks += departure.outgoing.pairs[rank].nacked(seq)
+        except TransferFailed as failure:
+            who = departure.name_of(rank)
+            self._departures.fail(
+                departure, failure.code, f"{who}: {failure.reason}; the last: {reason}"
+            )

@@ -1,0 +1,190 @@
+"""What prefill ranks say to a decode rank, frame by frame.
+
+A chunk is verified and scattered by a copying thread; meanwhile the link reads on, as long as there
+is room for what waits. A frame of another life, or of a transfer that has ended, changes nothing.
+"""
+
+import asyncio
+from concurrent.futures import Executor
+from functools import partial
+
+from protos.transfer_pb2 import (
+    Chunk,
+    ChunkAck,
+    ChunkNack,
+    Commit,
+    Credit,
+    DrainAck,
+    Frame,
+    Open,
+    SealAll,
+)
+from transport.arrivals import Arrivals, Early, abort_frame, name_of
+from transport.clock import Clock
+from transport.config import TransportConfig
+from transport.incoming import Verdict
+from transport.landing import CellSink, Landing, land
+from transport.orders import Code, ShipmentKey, TransferFailed
+from transport.port import Port
+
+
+class PrefillFrames:
+    """Acts on each frame; the transfers themselves belong to `arrivals`."""
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        store: CellSink,
+        copiers: Executor,
+        clock: Clock,
+        config: TransportConfig,
+    ) -> None:
+        self.counts = arrivals.counts
+        self._arrivals = arrivals
+        self._epoch = arrivals.identity.epoch
+        self._store = store
+        self._copiers = copiers
+        self._clock = clock
+        self._config = config
+
+    async def handle(self, port: Port, frame: Frame, payload: memoryview | None) -> None:
+        hello, key = port.link.hello, ShipmentKey.from_proto(frame.key)
+        if (key.prefill_epoch, key.decode_epoch) != (
+            hello.prefill_epoch,
+            self._epoch,
+        ):
+            self._drop_stale(port, key, frame)
+            return
+        landing = self._arrivals.live.get(key)
+        if landing is None:
+            self._handle_unknown(port, key, frame)
+            return
+        if frame.HasField("open"):
+            self.open(landing, port, frame.open)
+        if landing.ports.get(hello.prefill_rank) is not port:
+            self.counts.stale_frames += 1
+            return
+        landing.incoming.pairs[hello.prefill_rank].heard_at = self._clock.now()
+        match frame.WhichOneof("body"):
+            case "chunk":
+                await self._take(landing, port, frame.chunk, payload)
+            case "seal_all":
+                self._seal(landing, port, frame.seal_all)
+            case "abort":
+                landing.drains.append(port)
+                reason = f"{name_of(hello)} gave up: {frame.abort.reason}"
+                self._arrivals.fail(landing, Code.parse(frame.abort.code), reason)
+
+    def _drop_stale(self, port: Port, key: ShipmentKey, frame: Frame) -> None:
+        """A frame of another life of ours or theirs; one that asks for an answer gets a no."""
+        self.counts.stale_frames += 1
+        if frame.HasField("open"):
+            ours = f"prefill {port.link.hello.prefill_epoch}, decode {self._epoch}"
+            reason = f"epochs are {ours}, not {key.prefill_epoch} and {key.decode_epoch}"
+            port.post(abort_frame(key, TransferFailed(Code.FAILED_PRECONDITION, reason)))
+
+    def _handle_unknown(self, port: Port, key: ShipmentKey, frame: Frame) -> None:
+        """Of a transfer that has ended, or that nobody has ordered yet."""
+        hello, body = port.link.hello, frame.WhichOneof("body")
+        if body == "abort":
+            self._arrivals.early.pop(key, None)
+            reason = f"{name_of(hello)} gave up: {frame.abort.reason}"
+            self._arrivals.memory.remember(
+                key, TransferFailed(Code.parse(frame.abort.code), reason)
+            )
+            port.post(Frame(key=key.to_proto(), drain_ack=DrainAck()))
+        elif body == "drain_ack":
+            pass  # they read no more, and nothing of theirs is written here
+        elif key in self._arrivals.memory:
+            ended = self._arrivals.memory.failure(key)
+            if body in ("open", "seal_all") and ended is not None:
+                port.post(abort_frame(key, ended))
+            elif body == "seal_all":
+                port.post(Frame(key=key.to_proto(), commit=Commit()))
+            self.counts.late_frames += 1
+        elif body == "open" and len(self._arrivals.early) < self._config.max_remembered:
+            expires_at = self._clock.now() + self._config.open_wait_s
+            early = Early(port, frame.open, expires_at)
+            self._arrivals.early.setdefault(key, {}).setdefault(hello.prefill_rank, early)
+        elif key not in self._arrivals.early:
+            self.counts.stale_frames += 1
+
+    def open(self, landing: Landing, port: Port, open_: Open) -> None:
+        hello, order = port.link.hello, landing.order
+        bound = landing.ports.setdefault(hello.prefill_rank, port)
+        if bound is not port:
+            return
+        try:
+            if hello.prefill_instance != order.prefill_instance:
+                reason = f"expected instance {order.prefill_instance}, but {name_of(hello)} called"
+                raise TransferFailed(Code.FAILED_PRECONDITION, reason)
+            wanted = landing.incoming.open(hello.prefill_rank, open_)
+        except TransferFailed as failure:
+            self._arrivals.fail(landing, failure.code, failure.reason)
+            return
+        landing.incoming.pairs[hello.prefill_rank].heard_at = self._clock.now()
+        if wanted:
+            credit = Credit(first_block=order.first_block, window_bytes=self._config.window_bytes)
+            port.post(Frame(key=order.key.to_proto(), credit=credit))
+
+    async def _take(
+        self, landing: Landing, port: Port, chunk: Chunk, payload: memoryview | None
+    ) -> None:
+        await port.room.acquire()
+        rank = port.link.hello.prefill_rank
+        verdict = landing.incoming.offer(rank, chunk)
+        if verdict is Verdict.TAKE:
+            heads = landing.incoming.pairs[rank].heads
+            work = partial(land, self._store, landing, heads, chunk, payload)
+            job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
+            landing.jobs.add(job)
+            job.add_done_callback(partial(self._landed, landing, port, chunk))
+            return
+        port.room.release()
+        if verdict is Verdict.KNOWN:
+            self._ack(landing, port, chunk)
+        if verdict in (Verdict.KNOWN, Verdict.BUSY):
+            self.counts.duplicate_chunks += 1
+        elif verdict is Verdict.BAD:
+            self.counts.bad_chunks += 1
+            last = chunk.first_block + chunk.num_blocks - 1
+            where = f"layer {chunk.layer}, blocks {chunk.first_block}-{last}"
+            self._ask_again(landing, port, chunk, f"{where}: not to come, or come already")
+        else:
+            self.counts.late_frames += 1
+
+    def _landed(self, landing: Landing, port: Port, chunk: Chunk, job: asyncio.Future[str]) -> None:
+        port.room.release()
+        landing.jobs.remove(job)
+        error = job.exception()
+        if error is not None:
+            landing.incoming.fail(Code.INTERNAL, f"layer {chunk.layer} was not written: {error!r}")
+        damage = job.result() if error is None else "not written"
+        if damage:
+            self.counts.damaged_chunks += error is None
+            self._ask_again(landing, port, chunk, damage)
+            return
+        landing.incoming.landed(port.link.hello.prefill_rank, chunk)
+        self.counts.chunks += 1
+        self.counts.bytes += chunk.payload_bytes
+        self._ack(landing, port, chunk)
+        self._arrivals.review(landing)
+
+    def _ack(self, landing: Landing, port: Port, chunk: Chunk) -> None:
+        ack = ChunkAck(seq=chunk.seq)
+        port.post(Frame(key=landing.order.key.to_proto(), chunk_ack=ack))
+
+    def _ask_again(self, landing: Landing, port: Port, chunk: Chunk, reason: str) -> None:
+        if landing.incoming.damaged(port.link.hello.prefill_rank, chunk, reason):
+            nack = ChunkNack(seq=chunk.seq, reason=reason)
+            port.post(Frame(key=landing.order.key.to_proto(), chunk_nack=nack))
+            self.counts.resent_chunks += 1
+        self._arrivals.review(landing)
+
+    def _seal(self, landing: Landing, port: Port, seal: SealAll) -> None:
+        rank = port.link.hello.prefill_rank
+        for seq in landing.incoming.seal(rank, seal.num_chunks, tuple(seal.first_tokens)):
+            nack = ChunkNack(seq=seq, reason="it never came")
+            port.post(Frame(key=landing.order.key.to_proto(), chunk_nack=nack))
+            self.counts.resent_chunks += 1
+        self._arrivals.review(landing)

@@ -1,0 +1,103 @@
+"""From a sealed run to the wire: pumps cut what credit allows, and copying threads gather it."""
+
+import asyncio
+from concurrent.futures import Executor
+from functools import partial
+
+from transport.clock import Clock
+from transport.departure import CellSource, Departure, gather
+from transport.departures import Departures
+from transport.link import LinkClosed
+from transport.orders import Code, TransferFailed
+from transport.outgoing import Part
+from transport.peers import Peers
+from transport.port import Port
+
+PUMPS = 2  # per pair: one gathers while the chunk of the other is handed to the wire
+
+
+class Pumps:
+    """Moves the bytes of every departure; each pump ends with its departure."""
+
+    def __init__(
+        self,
+        departures: Departures,
+        peers: Peers,
+        store: CellSource,
+        copiers: Executor,
+        clock: Clock,
+    ) -> None:
+        self.counts = departures.counts
+        self._departures = departures
+        self._peers = peers
+        self._store = store
+        self._copiers = copiers
+        self._clock = clock
+        self._own_rank = departures.identity.rank
+
+    def start(self, departure: Departure) -> None:
+        """Dial every decode rank of the departure, and pump to those that answer."""
+        for rank in departure.outgoing.pairs:
+            self._departures.spawn(departure, self._open(departure, rank))
+
+    async def _open(self, departure: Departure, rank: int) -> None:
+        try:
+            port = await self._peers.port_to(departure.order, rank)
+        except TransferFailed as failure:
+            self._departures.fail(departure, failure.code, failure.reason)
+            return
+        except Exception as error:  # a wire that this machine cannot make: nobody else would say so
+            where = f"{departure.name_of(rank)} over {departure.order.wire}"
+            reason = f"cannot open a link to {where}: {type(error).__name__}: {error}"
+            self._departures.fail(departure, Code.UNAVAILABLE, reason)
+            return
+        if not port.open:
+            self._departures.fail(departure, Code.UNAVAILABLE, f"{departure.name_of(rank)} hung up")
+            return
+        departure.ports[rank] = port
+        departure.outgoing.pairs[rank].heard_at = self._clock.now()
+        port.post(departure.open_frame(rank))
+        for _ in range(PUMPS):
+            self._departures.spawn(departure, self._pump(departure, rank, port))
+
+    async def _pump(self, departure: Departure, rank: int, port: Port) -> None:
+        outgoing, pair = departure.outgoing, departure.outgoing.pairs[rank]
+        try:
+            while True:
+                part = pair.take()
+                if part is not None:
+                    await self._send(departure, rank, port, part)
+                    continue
+                if outgoing.seal_due(rank):
+                    pair.seal_sent = True
+                    port.post(departure.seal_frame(rank, self._own_rank))
+                    outgoing.advance()
+                departure.stirred[rank].clear()
+                await departure.stirred[rank].wait()
+        except LinkClosed:
+            pass  # `_lose` is told, too
+        except Exception as error:
+            self._departures.fail(
+                departure, Code.INTERNAL, f"{pair.where()} cannot be sent: {error!r}"
+            )
+
+    async def _send(self, departure: Departure, rank: int, port: Port, part: Part) -> None:
+        pair = departure.outgoing.pairs[rank]
+        block_bytes = departure.shape.layers[part.run.layer].block_bytes(len(pair.heads))
+        room = await port.lend(len(part.run.block_ids) * block_bytes)
+        work = partial(gather, self._store, departure, pair.heads, part, room)
+        job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
+        departure.gathers.add(job)
+        job.add_done_callback(departure.gathers.discard)
+        gathered = await asyncio.shield(job)  # a cancelled pump leaves the thread to `_drain`
+        if gathered is None:
+            return
+        frame, payload = gathered
+        del room, work, job, gathered  # the wire knows by their end that nobody has them any more
+        if departure.began_at is None:
+            departure.began_at = self._clock.now()
+        await port.send(frame, payload)
+        pair.sent(part.seq, self._clock.now())
+        self.counts.chunks += 1
+        self.counts.bytes += payload.nbytes
+        departure.outgoing.advance()
