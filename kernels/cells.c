@@ -1,7 +1,9 @@
 /* Move cells between scattered blocks and one buffer, and digest them: see host_cells.py.
  *
- * A pool of one layer holds, for each block, each plane, each local head, one cell of `cell_bytes`.
- * In a buffer cells are in canonical order: block, head, plane.
+ * A pool of one layer holds rows of `slot_bytes`, one for each block, plane, local head and slot, as
+ * far apart as the strides say. A block's slots may count as several blocks, its parts: part p of
+ * block b is then block b * parts + p. In a buffer cells are dense and in canonical order: block,
+ * head, plane.
  */
 #include <stdint.h>
 #include <string.h>
@@ -9,12 +11,26 @@
 typedef uint64_t (*digest_fn)(const void *, size_t);
 
 typedef struct {
-    int64_t num_planes, num_heads, cell_bytes; /* of the pool */
-    int64_t lo, hi;                            /* the local heads to move */
+    int64_t block_stride, plane_stride, head_stride, slot_stride; /* of the pool, in bytes */
+    int64_t num_planes, num_slots, slot_bytes;                    /* slots are those of one part */
+    int64_t parts;
+    int64_t lo, hi; /* the local heads to move */
 } layout;
 
 static char *cell_of(char *pool, const layout *at, int64_t block, int64_t head, int64_t plane) {
-    return pool + ((block * at->num_planes + plane) * at->num_heads + head) * at->cell_bytes;
+    return pool + block / at->parts * at->block_stride + plane * at->plane_stride +
+           head * at->head_stride + block % at->parts * at->num_slots * at->slot_stride;
+}
+
+/* One cell, whose slots lie `to_stride` and `from_stride` apart. */
+static void copy_cell(char *to, int64_t to_stride, const char *from, int64_t from_stride,
+                      const layout *at) {
+    if (at->slot_stride == at->slot_bytes) {
+        memcpy(to, from, at->num_slots * at->slot_bytes);
+        return;
+    }
+    for (int64_t slot = 0; slot < at->num_slots; slot++)
+        memcpy(to + slot * to_stride, from + slot * from_stride, at->slot_bytes);
 }
 
 void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
@@ -22,8 +38,11 @@ void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t n
     for (int64_t b = 0; b < num_blocks; b++) {
         char *to = cells + b * block_stride;
         for (int64_t head = at->lo; head < at->hi; head++)
-            for (int64_t plane = 0; plane < at->num_planes; plane++, to += at->cell_bytes)
-                memcpy(to, cell_of(pool, at, blocks[b], head, plane), at->cell_bytes);
+            for (int64_t plane = 0; plane < at->num_planes; plane++) {
+                const char *cell = cell_of(pool, at, blocks[b], head, plane);
+                copy_cell(to, at->slot_bytes, cell, at->slot_stride, at);
+                to += at->num_slots * at->slot_bytes;
+            }
     }
 }
 
@@ -32,8 +51,11 @@ void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t 
     for (int64_t b = 0; b < num_blocks; b++) {
         const char *from = cells + b * block_stride;
         for (int64_t head = at->lo; head < at->hi; head++)
-            for (int64_t plane = 0; plane < at->num_planes; plane++, from += at->cell_bytes)
-                memcpy(cell_of(pool, at, blocks[b], head, plane), from, at->cell_bytes);
+            for (int64_t plane = 0; plane < at->num_planes; plane++) {
+                char *cell = cell_of(pool, at, blocks[b], head, plane);
+                copy_cell(cell, at->slot_stride, from, at->slot_bytes, at);
+                from += at->num_slots * at->slot_bytes;
+            }
     }
 }
 

@@ -27,10 +27,22 @@ SAMPLE = bytes(range(256)) * 5
 
 
 class Layout(ctypes.Structure):
-    """How one layer's pool is laid out, and which of its heads are meant."""
+    """How one layer's pool is laid out, in bytes, and which of its heads are meant; see cells.c."""
 
     _fields_ = [
-        (name, ctypes.c_int64) for name in ("num_planes", "num_heads", "cell_bytes", "lo", "hi")
+        (name, ctypes.c_int64)
+        for name in (
+            "block_stride",
+            "plane_stride",
+            "head_stride",
+            "slot_stride",
+            "num_planes",
+            "num_slots",
+            "slot_bytes",
+            "parts",
+            "lo",
+            "hi",
+        )
     ]
 
 

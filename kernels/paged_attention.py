@@ -1,7 +1,8 @@
 """Causal attention that reads keys and values straight from the blocks of a paged pool.
 
 q_THD             queries of a step's T tokens, sequence after sequence; H query heads, D head dim
-pool_NPHSD        N blocks, planes K and V, H local KV heads, S slots a block
+pool_NPHSD        N blocks, planes K and V, H local KV heads, S slots a block; of any strides as
+                  long as a row of D is contiguous
 query_starts_S1   sequence s has the queries query_starts[s] : query_starts[s + 1]
 context_lens_S    its tokens so far, these queries included: the last query sees them all
 block_tables_SB   its blocks in order; what lies past its context is padding and never matters
@@ -9,9 +10,9 @@ out_THD           one row per query
 
 Query head h reads KV head h * H_kv // H_q. Sums over tokens run in an order that the block size has
 no part in (the kernel's in tiles of TILE, which every block size divides), and a sequence is
-reduced by itself. So neither the block size, nor where blocks lie in the pool, nor (on a CPU) the
-neighbours in the batch change one bit of a result. Slots past a context may hold anything, NaN
-included.
+reduced by itself. So neither the block size, nor the pool's strides, nor where blocks lie in it,
+nor (on a CPU) the neighbours in the batch change one bit of a result. Slots past a context may
+hold anything, NaN included.
 """
 
 import torch
@@ -35,7 +36,8 @@ def paged_attention_reference(
     tokens by half, and each copies only its own blocks, into one scratch that the next reuses.
     """
     _, num_planes, num_heads, num_slots, head_dim = pool_NPHSD.shape
-    cells = pool_NPHSD.view(-1, num_slots * head_dim)
+    in_rows = pool_NPHSD.is_contiguous()
+    cells = pool_NPHSD.view(-1, num_slots * head_dim) if in_rows else pool_NPHSD
     heads_per_block = num_planes * num_heads
     head_P1 = torch.arange(heads_per_block, device=pool_NPHSD.device)[:, None]
     first_cells_SB = block_tables_SB.long() * heads_per_block
@@ -43,13 +45,18 @@ def paged_attention_reference(
     starts: list[int] = query_starts_S1.tolist()
     contexts: list[int] = context_lens_S.tolist()
     most_blocks = -(-max(contexts, default=0) // num_slots)
-    scratch = cells.new_empty(most_blocks * heads_per_block, cells.shape[1])
+    scratch = cells.new_empty(most_blocks * heads_per_block, num_slots * head_dim)
     for s, context in enumerate(contexts):
         rows = slice(starts[s], starts[s + 1])
         num_blocks = -(-context // num_slots)
         cell_ids = first_cells_SB[s, :num_blocks] + head_P1
         kv = scratch[: cell_ids.numel()]
-        torch.index_select(cells, 0, cell_ids.view(-1), out=kv)
+        if in_rows:
+            torch.index_select(cells, 0, cell_ids.view(-1), out=kv)
+        else:
+            kv_BPHSD = pool_NPHSD[block_tables_SB[s, :num_blocks].long()]
+            kv_PHBSD = kv_BPHSD.permute(1, 2, 0, 3, 4)
+            kv.view(kv_PHBSD.shape).copy_(kv_PHBSD)
         kv_PHCD = kv.view(num_planes, num_heads, -1, head_dim)[:, :, :context].float()
         out_THD[rows] = _attend(q_THD[rows].float(), kv_PHCD, scale)
     return out_THD
@@ -88,7 +95,8 @@ def paged_attention(
     _, num_planes, num_kv_heads, num_slots, head_dim = pool_NPHSD.shape
     num_tokens, num_query_heads, _ = q_THD.shape
     num_sequences = len(context_lens_S)
-    assert pool_NPHSD.is_contiguous() and q_THD.is_contiguous() and num_planes == 2
+    block_stride, plane_stride, head_stride, slot_stride, dim_stride = pool_NPHSD.stride()
+    assert dim_stride == 1 and q_THD.is_contiguous() and num_planes == 2
     assert q_THD.dtype == pool_NPHSD.dtype, f"{q_THD.dtype} queries, {pool_NPHSD.dtype} cache"
     assert block_tables_SB.stride(1) == 1 and TILE % num_slots == 0, f"block size {num_slots}"
     out_THD = torch.empty_like(q_THD)
@@ -102,7 +110,8 @@ def paged_attention(
     _paged_attention[grid](
         q_THD, pool_NPHSD, query_starts_S1, context_lens_S, block_tables_SB, out_THD,
         scale * LOG2_E, num_sequences, block_tables_SB.stride(0), num_kv_heads,
-        num_slots, head_dim, group, group_rows, row_queries,
+        block_stride, plane_stride, head_stride,
+        slot_stride, num_slots, head_dim, group, group_rows, row_queries,
         max(16, triton.next_power_of_2(head_dim)), TILE,
         tl.float32 if triton.knobs.runtime.interpret else DOT_DTYPES[pool_NPHSD.dtype],
         num_warps=4 if most_rows == DECODE_ROWS else 8,
@@ -126,6 +135,7 @@ DOT_DTYPES = {  # the interpreter multiplies bfloat16 as if it were integers
 def _paged_attention(  # type: ignore[no-untyped-def]
     q, pool, query_starts, context_lens, block_tables, out,
     scale_log2, num_sequences, table_stride, num_kv_heads,
+    block_stride, plane_stride, head_stride, slot_stride: tl.constexpr,
     num_slots: tl.constexpr, head_dim: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -166,10 +176,10 @@ def _paged_attention(  # type: ignore[no-untyped-def]
                 block_tables + lo.to(tl.int64) * table_stride + token // num_slots,
                 mask=stored, other=0,
             ).to(tl.int64)  # fmt: skip
-            cell = (block * 2 * num_kv_heads + head) * num_slots + token % num_slots
-            kv_at = cell[:, None] * head_dim + dims[None, :]
+            row = block * block_stride + head * head_stride + token % num_slots * slot_stride
+            kv_at = row[:, None] + dims[None, :]
             kv_real = stored[:, None] & (dims < head_dim)[None, :]
-            v_at = kv_at + num_kv_heads * num_slots * head_dim
+            v_at = kv_at + plane_stride
             keys = tl.load(pool + kv_at, mask=kv_real, other=0.0).to(DOT)
             scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
             seen = token[None, :] <= position[:, None]

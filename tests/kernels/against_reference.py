@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -21,7 +22,7 @@ from kernels.gather_blocks import gather_cells, gather_cells_reference
 from kernels.paged_attention import paged_attention, paged_attention_reference
 from kernels.scatter_blocks import scatter_cells, scatter_cells_reference
 from kernels.write_kv import write_kv, write_kv_reference
-from tests.kernels.samples import SHAPES, paged
+from tests.kernels.samples import MEMORY_ORDERS, SHAPES, in_memory_order, paged
 
 Case = tuple[str, Callable[[], None]]
 
@@ -31,6 +32,7 @@ POOLS = [  # N blocks, P planes, H heads, S slots, D head dim
     (4, 1, 5, 128, 5),
     (6, 3, 2, 32, 33),
 ]
+PARTS = (1, 2, 8)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -49,6 +51,7 @@ def cases(device: str) -> Iterator[Case]:
             yield f"paged_attention {name} {dtype}", partial(attend, name, dtype, device)
     for name in ("smollm2 decode", "chunks"):
         yield f"paged_attention {name} block sizes", partial(attend_alike, name, device)
+        yield f"paged_attention {name} memory orders", partial(attend_in_any_order, name, device)
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
@@ -64,34 +67,45 @@ def same_bits(got: Tensor, want: Tensor) -> None:
     assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
+def ways_to_cut(num_heads: int) -> Iterator[tuple[tuple[int, int], int, str]]:
+    """Runs of heads, parts of a block, orders of memory: any two of them meet."""
+    runs = ((0, num_heads), (num_heads - 1, num_heads), (0, 1))
+    for i, j in product(range(3), range(3)):
+        yield runs[i], PARTS[(i + j) % 3], MEMORY_ORDERS[j]
+
+
 def gather(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    pool = random_bits(shape, dtype, device)
+    whole = random_bits(shape, dtype, device)
     ids = torch.tensor([3, 0, 2], device=device)
-    for heads in ((0, shape[2]), (shape[2] - 1, shape[2]), (0, 1)):
-        same_bits(gather_cells(pool, ids, heads), gather_cells_reference(pool, ids, heads))
-    assert gather_cells(pool, ids[:0], (0, 1)).shape[0] == 0
+    for heads, parts, order in ways_to_cut(shape[2]):
+        pool = in_memory_order(whole, order)
+        want = gather_cells_reference(whole, ids, heads, parts)
+        same_bits(gather_cells(pool, ids, heads, parts), want)
+    assert gather_cells(whole, ids[:0], (0, 1)).shape[0] == 0
 
 
 def scatter(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     ids = torch.tensor([3, 0, 2], device=device)
-    for lo, hi in ((0, shape[2]), (shape[2] - 1, shape[2]), (0, 1)):
-        pool = random_bits(shape, dtype, device)
-        want = pool.clone()
-        cells = random_bits((3, hi - lo, shape[1], *shape[3:]), dtype, device, seed=1)
-        scatter_cells(cells, pool, ids, lo)
-        scatter_cells_reference(cells, want, ids, lo)
+    for (lo, hi), parts, order in ways_to_cut(shape[2]):
+        pool = in_memory_order(random_bits(shape, dtype, device), order)
+        want = random_bits(shape, dtype, device)
+        cell = (shape[3] // parts, shape[4])
+        cells = random_bits((3, hi - lo, shape[1], *cell), dtype, device, seed=1)
+        scatter_cells(cells, pool, ids, lo, parts)
+        scatter_cells_reference(cells, want, ids, lo, parts)
         same_bits(pool, want)
-        same_bits(gather_cells(pool, ids, (lo, hi)), cells)
+        same_bits(gather_cells(pool, ids, (lo, hi), parts), cells)
 
 
 def copy(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    pool = random_bits(shape, dtype, device)
-    want = pool.clone()
     src, dst = torch.tensor([0, 0], device=device), torch.tensor([3, 1], device=device)
-    copy_blocks(pool, src, dst)
-    copy_blocks_reference(want, src, dst)
-    same_bits(pool, want)
-    same_bits(pool[3], pool[0])
+    for order in MEMORY_ORDERS:
+        pool = in_memory_order(random_bits(shape, dtype, device), order)
+        want = random_bits(shape, dtype, device)
+        copy_blocks(pool, src, dst)
+        copy_blocks_reference(want, src, dst)
+        same_bits(pool, want)
+        same_bits(pool[3], pool[0])
 
 
 def write(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -100,11 +114,12 @@ def write(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     slots = slots[:11].to(device)
     packed = random_bits((11, 4 * heads, dim), dtype, device, seed=3)  # as out of one projection
     k, v = packed[:, heads : 2 * heads], packed[:, 3 * heads :]
-    pool = random_bits(shape, dtype, device)
-    want = pool.clone()
-    write_kv(pool, k, v, slots)
-    write_kv_reference(want, k, v, slots)
-    same_bits(pool, want)
+    for order in MEMORY_ORDERS:
+        pool = in_memory_order(random_bits(shape, dtype, device), order)
+        want = random_bits(shape, dtype, device)
+        write_kv(pool, k, v, slots)
+        write_kv_reference(want, k, v, slots)
+        same_bits(pool, want)
 
 
 def attend(name: str, dtype: torch.dtype, device: str) -> None:
@@ -123,6 +138,15 @@ def attend_alike(name: str, device: str) -> None:
         narrow = [table.int() for table in tables]
         out = paged_attention(q, pool, narrow[0], narrow[1], narrow[2], scale)
         assert torch.equal(out, first), f"block size {block_size}"
+
+
+def attend_in_any_order(name: str, device: str) -> None:
+    q, pool, *tables, scale = paged(SHAPES[name], 16, torch.float32, device).arguments
+    first = paged_attention(q, pool, tables[0], tables[1], tables[2], scale)
+    for order in MEMORY_ORDERS:
+        same = in_memory_order(pool, order)
+        out = paged_attention(q, same, tables[0], tables[1], tables[2], scale)
+        assert torch.equal(out, first), order
 
 
 def main(device: str) -> int:

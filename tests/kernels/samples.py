@@ -5,6 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MEMORY_ORDERS = ("NPHSD", "NPSHD", "PNSHD")  # in which a pool's memory may run
+
+
+def in_memory_order(pool_NPHSD: Tensor, order: str) -> Tensor:
+    """The same values, seen as NPHSD still."""
+    memory = pool_NPHSD.permute(["NPHSD".index(dim) for dim in order]).contiguous()
+    return memory.permute([order.index(dim) for dim in "NPHSD"])
+
 
 @dataclass(frozen=True)
 class Paged:

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).with_name("against_reference.py")
 NUM_CASES = {
     "copy_blocks": 16,
     "gather_blocks": 16,
-    "paged_attention": 20,
+    "paged_attention": 22,
     "scatter_blocks": 16,
     "write_kv": 8,
 }

@@ -39,6 +39,8 @@ def compiled_shared_bytes(
 )
 def test_the_copying_kernels_compile(kernel: object, pointers: dict[str, str]) -> None:
     constants: dict[str, object] = {"WIDTH": 64} if kernel is _write_kv else {"CHUNK": 1024}
+    if kernel in (_gather_cells, _scatter_cells):
+        constants |= {"slot_stride": 512, "head_dim": 64}
     compiled_shared_bytes(kernel, pointers, constants, HOPPER)
 
 
@@ -47,6 +49,7 @@ def test_attention_compiles_and_fits_shared_memory(capability: int, queries: int
     values = {"q": "*bf16", "pool": "*bf16", "out": "*bf16", "scale_log2": "fp32"}
     tables = dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i64")
     constants: dict[str, object] = {
+        "slot_stride": 128,
         "num_slots": 16,
         "head_dim": 128,
         "GROUP": 8,

@@ -12,6 +12,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.gather_blocks import gather_cells
 from kernels.scatter_blocks import scatter_cells
 from kernels.write_kv import write_kv
+from tests.kernels.samples import MEMORY_ORDERS, in_memory_order
 
 SHAPES = [(5, 2, 3, 16, 64), (7, 2, 1, 8, 20), (4, 1, 5, 128, 5), (6, 3, 2, 32, 33)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
@@ -65,6 +66,46 @@ def test_scattered_cells_are_gathered_again_and_nothing_else_moves(
     assert bits(gather_cells(pool, ids, (lo, hi))) == bits(cells)
     before[ids, :, lo:hi] = pool[ids, :, lo:hi]
     assert bits(pool) == bits(before)
+
+
+@everywhere
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_a_part_of_a_block_is_some_of_its_slots(dtype: torch.dtype, parts: int) -> None:
+    pool = numbered(SHAPES[0], dtype)
+    slots = 16 // parts
+    ids = [3 * parts, 5 * parts - 1, parts // 2]
+    cells = gather_cells(pool, torch.tensor(ids), (1, 3), parts)
+    wanted = [
+        value
+        for block_id in ids
+        for head in (1, 2)
+        for plane in (0, 1)
+        for slot in range(block_id % parts * slots, (block_id % parts + 1) * slots)
+        for value in bits(pool[block_id // parts, plane, head, slot])
+    ]
+    assert cells.shape == (3, 2, 2, slots, 64)
+    assert bits(cells) == wanted
+
+
+@everywhere
+@every_shape
+@pytest.mark.parametrize("order", MEMORY_ORDERS)
+def test_the_order_of_a_pools_memory_is_nobodys_business(
+    shape: tuple[int, ...], dtype: torch.dtype, order: str
+) -> None:
+    usual, other = numbered(shape, dtype), in_memory_order(numbered(shape, dtype), order)
+    heads, ids = (shape[2] - 1, shape[2]), torch.tensor([7, 2, 5])
+    for parts in (1, 2, 4):
+        if shape[3] % parts:
+            continue
+        part_ids = ids if parts > 1 else torch.tensor([3, 0, 2])
+        cells = gather_cells(usual, part_ids, heads, parts)
+        assert bits(gather_cells(other, part_ids, heads, parts)) == bits(cells)
+        for pool in (usual, other):
+            scatter_cells(cells.flip(0).contiguous(), pool, part_ids, heads[0], parts)
+    for pool in (usual, other):
+        copy_blocks(pool, torch.tensor([2]), torch.tensor([1]))
+    assert bits(other) == bits(usual)
 
 
 @everywhere

@@ -35,7 +35,7 @@ def test_gather_and_scatter_equal_the_references(
 ) -> None:
     spec = CacheSpec.full(2, num_heads, head_dim, block_size=4, dtype=dtype)
     compiled, plain = (KvStore(spec, HeadInterval(0, num_heads), 6) for _ in range(2))
-    plain._host = None
+    plain._cells._host = None
     for layer in range(2):
         raw = torch.randint(0, 255, compiled.layer(layer).view(torch.uint8).shape)
         for store in (compiled, plain):

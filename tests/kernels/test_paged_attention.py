@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from kernels.paged_attention import paged_attention
-from tests.kernels.samples import SHAPES, Paged, Shape, paged
+from tests.kernels.samples import MEMORY_ORDERS, SHAPES, Paged, Shape, in_memory_order, paged
 
 BLOCK_SIZES = [8, 16, 32, 64, 128]
 
@@ -51,6 +51,16 @@ def test_paging_changes_no_bit(name: str, dtype: torch.dtype) -> None:
         for fragmented in (True, False):
             sample = paged(SHAPES[name], block_size, dtype, fragmented=fragmented)
             assert torch.equal(paged_attention(*sample.arguments), unpaged), block_size
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("order", MEMORY_ORDERS)
+def test_the_order_of_a_pools_memory_changes_no_bit(name: str, order: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        q, pool, starts, contexts, tables, scale = paged(SHAPES[name], 16, dtype).arguments
+        usual = paged_attention(q, pool, starts, contexts, tables, scale)
+        other = in_memory_order(pool, order)
+        assert torch.equal(paged_attention(q, other, starts, contexts, tables, scale), usual)
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 5, 7, 20, 33, 65, 80])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvcache.capacity import shared_by
 from kvcache.cells import cell_digests
 from kvcache.head_map import HeadInterval, HeadMap
-from kvcache.kv_store import KvStore
+from kvcache.kv_store import KvLayout, KvStore
 from kvcache.spec import CacheSpec, LayerGroup, LayerKind, Plane, ShardAxis
 
 DTYPES = ["float32", "float16", "bfloat16", "int64"]
@@ -109,6 +109,102 @@ def test_slots_past_the_tail_come_out_zero_whatever_was_there(dtype: str) -> Non
     assert (tail[:6] == made.gather_cells(0, [1], [0, 1, 2])).all()
     assert (made.layer(0)[2, :, :, 3:] == 77).all()  # the pool itself is left alone
     assert not made.gather_cells(0, [2], [0], tail_tokens=0).any()
+
+
+@pytest.mark.parametrize("target_layout", KvLayout)
+@pytest.mark.parametrize("source_layout", KvLayout)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_layout_gives_and_takes_the_same_cells(
+    dtype: str, source_layout: KvLayout, target_layout: KvLayout
+) -> None:
+    usual, source, target = (
+        KvStore(spec(dtype), HeadInterval(0, 3), 6, layout=layout)
+        for layout in (KvLayout.HEAD_MAJOR, source_layout, target_layout)
+    )
+    fill_by_head([usual, source])
+    assert torch.equal(source.layer(1), usual.layer(1))
+    cells = source.gather_cells(1, [4, 0], [0, 2], tail_tokens=3)
+    assert (cells == usual.gather_cells(1, [4, 0], [0, 2], tail_tokens=3)).all()
+    target.scatter_cells(1, [2, 5], [0, 2], cells)
+    assert (target.gather_cells(1, [2, 5], [0, 2]) == cells).all()
+    target.copy_blocks([(5, 1)])
+    assert torch.equal(target.layer(1)[1, :, 0], target.layer(1)[5, :, 0])
+
+
+def test_a_layout_is_the_order_in_which_memory_runs() -> None:
+    strides = {
+        layout: KvStore(spec(), HeadInterval(0, 3), 6, layout=layout).layer(0).stride()
+        for layout in KvLayout
+    }
+    assert strides == {
+        KvLayout.HEAD_MAJOR: (192, 96, 32, 8, 1),
+        KvLayout.TOKEN_MAJOR: (192, 96, 8, 24, 1),
+        KvLayout.PLANE_MAJOR: (96, 576, 8, 24, 1),
+    }
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.tuples(st.sampled_from([2, 4, 8, 16]), st.sampled_from([2, 4, 8, 16])),
+    layouts=st.tuples(st.sampled_from(KvLayout), st.sampled_from(KvLayout)),
+    compiled=st.tuples(st.booleans(), st.booleans()),
+    num_tokens=st.integers(1, 50),
+    data=st.data(),
+)
+def test_stores_of_different_block_sizes_agree_on_every_cell_of_the_smaller_one(
+    sizes: tuple[int, int],
+    layouts: tuple[KvLayout, KvLayout],
+    compiled: tuple[bool, bool],
+    num_tokens: int,
+    data: st.DataObject,
+) -> None:
+    """The same tokens, written where each store keeps them, give the same bytes; and scattered from
+    one into the other, they are found there token by token.
+    """
+    unit = min(sizes)
+    source, target = (
+        KvStore(CacheSpec.full(1, 2, 3, size, "float32"), HeadInterval(0, 2), 32, layout=layout)
+        for size, layout in zip(sizes, layouts, strict=True)
+    )
+    tables = [
+        data.draw(st.permutations(range(32)), label="blocks")[: -(-num_tokens // size)]
+        for size in sizes
+    ]
+    for made in (source, target):
+        made.poison()
+
+    def token(made: KvStore, table: list[int], position: int) -> torch.Tensor:
+        size = made.spec.block_size
+        return made.layer(0)[table[position // size], :, :, position % size]
+
+    for position in range(num_tokens):
+        token(source, tables[0], position)[...] = torch.arange(12.0).view(2, 2, 3) + 100 * position
+    views = [made.cut(unit) for made in (source, target)]
+    for view, on in zip(views, compiled, strict=True):
+        view._host = view._host if on else None
+    ids = [
+        [block * (size // unit) + part for block in table for part in range(size // unit)]
+        for size, table in zip(sizes, tables, strict=True)
+    ]
+    num_units = -(-num_tokens // unit)
+    tail = num_tokens % unit or None
+    cells = views[0].gather_cells(0, ids[0][:num_units], [0, 1], tail)
+    assert cells.shape == (num_units * 2 * 2, unit * 3 * 4)
+    views[1].scatter_cells(0, ids[1][:num_units], [0, 1], cells)
+    for position in range(num_tokens):
+        assert torch.equal(
+            token(target, tables[1], position), token(source, tables[0], position)
+        ), position
+    there = views[1].gather_cells(0, ids[1][:num_units], [0, 1], tail)
+    assert (cell_digests(there) == cell_digests(cells)).all()
+
+
+def test_a_block_is_only_cut_into_equal_parts() -> None:
+    made = store()
+    assert made.cut(2).spec.block_size == 2
+    for size in (3, 8):
+        with pytest.raises(ValueError, match=f"blocks of 4 tokens have none of {size}"):
+            made.cut(size)
 
 
 def test_gathered_cells_are_a_copy() -> None:

@@ -1,0 +1,164 @@
+"""Cells of a pool, as raw bytes in one order whatever the pool's memory looks like.
+
+Cells go out and come in by block, KV head and plane; each is [S, D] in row order, little-endian.
+Heads are numbered over the whole model, so no other rank needs to know how this one lays out its
+own. Blocks may be those of the pool or equal parts of them: two workers whose block sizes differ
+speak of parts as large as the smaller of the two, so both know each cell by the same bytes.
+
+    pool_NPHSD   one layer: N blocks, P planes (K, V), H local KV heads, S slots, D head dim
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels import host_cells
+from kernels.gather_blocks import gather_cells
+from kernels.scatter_blocks import scatter_cells
+from kvcache.head_map import HeadInterval
+from kvcache.spec import CacheSpec
+
+
+class PoolCells:
+    """Reads and writes the live `layers` of a pool of `num_blocks` blocks of `spec`."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        kv_heads: HeadInterval,
+        layers: Mapping[int, Tensor],
+        num_blocks: int,
+        parts: int = 1,
+    ) -> None:
+        """With `parts`, part p of block b counts as block b * parts + p, of S / parts slots."""
+        self.spec = replace(spec, block_size=spec.block_size // parts)
+        self._kv_heads = kv_heads
+        self._layers = layers
+        self._num_blocks = num_blocks * parts
+        self._parts = parts
+        on_host = next(iter(layers.values())).device.type == "cpu"
+        self._host = host_cells.load() if on_host else None
+
+    def gather_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None = None,
+        out: NDArray[np.uint8] | None = None,
+    ) -> NDArray[np.uint8]:
+        """A copy of the cells of `heads` (ascending) in `block_ids`: [num_cells, cell_bytes].
+
+        With `tail_tokens`, only so many slots of the last block have meaning, and the rest of it
+        comes out zero, so that equal tokens give equal digests. `out` takes the cells, as many
+        bytes as they are; else they come in memory of their own.
+        """
+        pool_NPHSD = self._layers[layer]
+        runs = self._local_runs(heads)
+        slot_bytes = pool_NPHSD.shape[4] * pool_NPHSD.element_size()
+        cell_bytes = self.spec.block_size * slot_bytes
+        shape = (len(block_ids), len(heads), pool_NPHSD.shape[1], cell_bytes)
+        if out is None:
+            out = np.empty(shape, dtype=np.uint8)
+        cells_BHPC = out.reshape(shape)
+        if self._host is not None:
+            self._check_ids(block_ids)
+            ids_B = np.array(block_ids, dtype=np.int64)
+            for layout, cells in self._host_runs(pool_NPHSD, runs, cells_BHPC):
+                address, stride = pool_NPHSD.data_ptr(), cells_BHPC.strides[0]
+                self._host.gather(address, layout, ids_B, cells, stride)
+        else:
+            block_ids_B = self._ids(block_ids, pool_NPHSD.device)
+            taken = 0
+            for lo, hi in runs:
+                run_BHPSD = gather_cells(pool_NPHSD, block_ids_B, (lo, hi), self._parts).cpu()
+                run_BHPC = (
+                    run_BHPSD.view(torch.uint8).numpy().reshape(len(block_ids), hi - lo, *shape[2:])
+                )
+                cells_BHPC[:, taken : taken + hi - lo] = run_BHPC
+                taken += hi - lo
+        if tail_tokens is not None and len(block_ids):
+            cells_BHPC[-1, :, :, tail_tokens * slot_bytes :] = 0
+        return cells_BHPC.reshape(-1, cell_bytes)
+
+    def scatter_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: bytes | bytearray | memoryview | NDArray[np.uint8],
+    ) -> None:
+        """Write the cells of `heads` (ascending) into `block_ids`, in the order they are gathered.
+
+        Raises ValueError when `cells` is not exactly as many bytes as that.
+        """
+        pool_NPHSD = self._layers[layer]
+        runs = self._local_runs(heads)
+        num_planes, head_dim = pool_NPHSD.shape[1], pool_NPHSD.shape[4]
+        shape = (len(block_ids), len(heads), num_planes, self.spec.block_size, head_dim)
+        raw = np.frombuffer(cells, dtype=np.uint8)
+        want = int(np.prod(shape)) * pool_NPHSD.element_size()
+        if raw.nbytes != want:
+            raise ValueError(
+                f"{len(block_ids)} blocks of {len(heads)} heads of layer {layer} are {want} bytes, "
+                f"not {raw.nbytes}"
+            )
+        if self._host is not None:
+            self._check_ids(block_ids)
+            ids_B = np.array(block_ids, dtype=np.int64)
+            cells_BHPC = raw.reshape(*shape[:3], -1)
+            for layout, run_cells in self._host_runs(pool_NPHSD, runs, cells_BHPC):
+                address, stride = pool_NPHSD.data_ptr(), cells_BHPC.strides[0]
+                self._host.scatter(address, layout, ids_B, run_cells, stride)
+            return
+        owned = torch.empty(want, dtype=torch.uint8)  # aligned, and torch refuses read-only arrays
+        owned.numpy()[:] = raw
+        cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape).to(pool_NPHSD.device)
+        block_ids_B = self._ids(block_ids, pool_NPHSD.device)
+        taken = 0
+        for lo, hi in runs:
+            run_BHPSD = cells_BHPSD[:, taken : taken + hi - lo].contiguous()
+            scatter_cells(run_BHPSD, pool_NPHSD, block_ids_B, lo, self._parts)
+            taken += hi - lo
+
+    def _host_runs(
+        self, pool_NPHSD: Tensor, runs: list[tuple[int, int]], cells_BHPC: NDArray[np.uint8]
+    ) -> Iterator[tuple[host_cells.Layout, NDArray[np.uint8]]]:
+        """For each run of heads, where it lies in the pool, and where its first cell lies."""
+        item_bytes, head_dim = pool_NPHSD.element_size(), pool_NPHSD.shape[4]
+        *strides, _ = (stride * item_bytes for stride in pool_NPHSD.stride())
+        cell = (pool_NPHSD.shape[1], self.spec.block_size, head_dim * item_bytes, self._parts)
+        taken = 0
+        for lo, hi in runs:
+            yield host_cells.Layout(*strides, *cell, lo, hi), cells_BHPC[:, taken:]
+            taken += hi - lo
+
+    def _check_ids(self, block_ids: Sequence[int]) -> None:
+        assert all(0 <= i < self._num_blocks for i in block_ids), (
+            f"a block id outside 0..{self._num_blocks - 1}: {list(block_ids)}"
+        )
+
+    def _ids(self, block_ids: Sequence[int], device: torch.device) -> Tensor:
+        self._check_ids(block_ids)
+        return torch.tensor(block_ids, dtype=torch.int64).to(device)
+
+    def _local_runs(self, heads: Sequence[int]) -> list[tuple[int, int]]:
+        """The runs [lo, hi) of consecutive local heads that make up `heads`."""
+        runs: list[tuple[int, int]] = []
+        for head in heads:
+            if head not in self._kv_heads:
+                raise ValueError(
+                    f"KV head {head} is not on this rank, which holds {self._kv_heads}"
+                )
+            local = head - self._kv_heads.start
+            if runs and runs[-1][1] == local:
+                runs[-1] = (runs[-1][0], local + 1)
+            else:
+                assert not runs or local > runs[-1][1], f"heads out of order: {list(heads)}"
+                runs.append((local, local + 1))
+        assert runs, "no heads asked for"
+        return runs
