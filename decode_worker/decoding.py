@@ -87,6 +87,7 @@ class Decoding:
     ) -> DecodeEvents:
         if asked.transfer_id:
             call.reservation = await self._waiting_room.reserve(call.request)
+            self._engine.bind(call.reservation)
             yield _reserved(call.reservation)
             order = self._order(call.reservation, asked, remaining_s)
             yield await self._take_in(call, call.reservation, order)

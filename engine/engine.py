@@ -56,6 +56,7 @@ class Books:
     cached_blocks: int
     used_blocks: int
     reserved_blocks: int  # part of used: waiting for a transfer
+    promised_blocks: int  # part of free and cached: spoken for, and not bound yet
     waiting_requests: int
     running_requests: int
     reserved_requests: int
@@ -143,7 +144,7 @@ class Engine:
             return self._roster.release_held(request)
 
     def reserve(self, request: Request) -> Reservation:
-        """Take blocks for a prompt whose KV will come from elsewhere.
+        """Have blocks promised for a prompt whose KV will come from elsewhere.
 
         Raises Refused; and OutOfBlocks when blocks or seats are not to be had now.
         """
@@ -151,6 +152,14 @@ class Engine:
         with self._changed:
             self._check_alive()
             return self._roster.reserve(request)
+
+    def bind(self, reservation: Reservation) -> None:
+        """Turn the promise into blocks: the reservation's table says which, and how many of the
+        first hold their KV already. Raises Refused.
+        """
+        with self._changed:
+            self._check_alive()
+            self._roster.bind(reservation)
 
     def adopt(self, reservation: Reservation, first_tokens: Sequence[GeneratedToken]) -> None:
         """The prompt's KV is in the blocks on every rank, and these tokens, one a choice, follow.
@@ -165,11 +174,14 @@ class Engine:
             self._roster.adopt(reservation, tokens)
             self._tell()
 
-    def abandon(self, reservation: Reservation) -> bool:
-        """Free reserved blocks that nobody writes to any more; False if adopted or abandoned."""
+    def abandon(self, reservation: Reservation, num_whole_blocks: int = 0) -> bool:
+        """Free reserved blocks that nobody writes to any more; False if adopted or abandoned.
+
+        The first `num_whole_blocks` hold their KV on every rank: they stay, as cache.
+        """
         with self._changed:
             self._tell()
-            return self._roster.abandon(reservation)
+            return self._roster.abandon(reservation, num_whole_blocks)
 
     def match(self, names: Sequence[BlockHash]) -> int:
         """How many of these blocks, from the first on, are resident now."""
@@ -228,6 +240,7 @@ class Engine:
                 cached_blocks=self._pool.num_cached,
                 used_blocks=self._pool.num_used,
                 reserved_blocks=len(reserved),
+                promised_blocks=self._pool.num_promised,
                 waiting_requests=self._roster.count(State.QUEUED),
                 running_requests=self._roster.count(State.RUNNING),
                 reserved_requests=self._roster.count(State.RESERVED),

@@ -2,7 +2,8 @@
 
     queued     waits for blocks and a seat
     running    has both; its choices are what the scheduler schedules
-    reserved   holds blocks that a transfer is filling (decode); joins running when adopted
+    reserved   was promised blocks, or holds those that a transfer is filling (decode); joins
+               running when adopted
     held       ended, but its blocks stay until released (prefill, while they are shipped)
     ended      holds nothing
 
@@ -187,6 +188,7 @@ class Choice:
     names: list[BlockHash] = field(default_factory=list)  # of full blocks, at least computed ones
     num_computed: int = 0  # tokens whose KV is in the cache
     num_named: int = 0  # blocks of the table that were named, or shared under their name
+    num_promised: int = 0  # blocks still to be had from the pool, whoever else wants some
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """Every request an engine has, from acceptance to its one end. Single-threaded and without a model.
 
-    queue, reserve            a request comes in
+    queue, reserve, bind      a request comes in
     settle                    between steps: cancellations and adoptions take effect
     plan                      what to run; who cannot go on fails
     draws, commit             after the run: tokens are counted, judged and put out
@@ -52,11 +52,13 @@ class Stats:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Blocks for a whole prompt, owned by whoever reserved until adopted or abandoned."""
+    """Blocks for a whole prompt, owned by whoever reserved until adopted or abandoned: promised
+    at first, and of the pool once bound.
+    """
 
     request: Request
-    block_table: tuple[int, ...]
     num_cached_blocks: int  # the first ones, whose KV is here already
+    block_table: tuple[int, ...] = ()  # of the whole prompt, once bound
 
 
 class Roster:
@@ -96,11 +98,22 @@ class Roster:
     def reserve(self, request: Request) -> Reservation:
         """Raises Refused and OutOfBlocks."""
         choice = self._accept(request)
-        num_blocks = self._scheduler.reserve(choice)
+        self._scheduler.reserve(choice)
         request.state = State.RESERVED
-        reservation = Reservation(request, tuple(choice.block_table), num_blocks)
+        reservation = Reservation(request, choice.num_named)
         self._reservations[request.request_id] = reservation
         return reservation
+
+    def bind(self, reservation: Reservation) -> None:
+        """Raises Refused."""
+        request = reservation.request
+        if self._reservations.get(request.request_id) is not reservation:
+            raise Refused(f"request {request.request_id} is not reserved any more")
+        (choice,) = request.choices
+        if not reservation.block_table:
+            self._scheduler.bind(choice)
+        reservation.num_cached_blocks = choice.num_named
+        reservation.block_table = tuple(choice.block_table)
 
     def adopt(self, reservation: Reservation, first_tokens: Sequence[TokenOutput]) -> None:
         """Takes effect when settled. Raises Refused."""
@@ -113,15 +126,18 @@ class Roster:
             )
         if self._reservations.get(request.request_id) is not reservation:
             raise Refused(f"request {request.request_id} is not reserved any more")
+        assert reservation.block_table, f"request {request.request_id} is adopted unbound"
         del self._reservations[request.request_id]
         self._requests[request.request_id] = request
         self._adoptions.append((request, first_tokens))
 
-    def abandon(self, reservation: Reservation) -> bool:
+    def abandon(self, reservation: Reservation, num_whole_blocks: int = 0) -> bool:
         request = reservation.request
         if self._reservations.get(request.request_id) is not reservation:
             return False
         del self._reservations[request.request_id]
+        if reservation.block_table:
+            self._scheduler.keep(request.choices[0], num_whole_blocks)
         self._drop(request)
         return True
 

@@ -10,7 +10,11 @@ need in their next tokens, not when its longest possible output would. When a ch
 for its next token, the newest one that is not pinned gives its blocks back and queues again; its
 named blocks stay cached while there is room, and are looked up anew when it comes back.
 
-The oldest choice can take every block that is not pinned, held or reserved; those come back by
+A prompt whose KV comes from elsewhere is promised its blocks, and a few to grow by, so that once
+begun it can be received and then decoded, whatever runs beside it. Which blocks those are is
+decided when they are about to be written. Until then they serve as cache.
+
+The oldest choice can take every block that is not pinned, held or promised; those come back by
 themselves. So something always moves, or is reported as outgrown: it needs more than the pool has.
 """
 
@@ -124,21 +128,52 @@ class Scheduler:
             budget -= self._extend(choice, budget, step, may_preempt=False)
         return step
 
-    def reserve(self, choice: Choice) -> int:
-        """Take blocks for the whole prompt, to be filled from outside; return how many of the
-        first ones hold their KV already. Raises OutOfBlocks, having taken nothing, also when only
-        those who came before would be left without.
+    def reserve(self, choice: Choice) -> None:
+        """Promise blocks for the whole prompt, to be filled from outside, and for its next tokens;
+        those that hold their KV already are owned from now on. Raises OutOfBlocks, having promised
+        nothing, also when only those who came before would be left without.
         """
         seats = self._seats(choice) + sum(self._seats(other) for other in self.waiting)
         if seats > self.num_seats_free:
             raise OutOfBlocks(f"{seats} choices wait for {self.num_seats_free} free seats")
         ahead = (*self.running, *self.reserved, *self.waiting)
-        self._take_table(choice, choice.names, len(choice.request.prompt), ahead)
+        self._take_table(choice, choice.names, 0, ahead)
+        missing = self._prompt_blocks(choice) - len(choice.block_table)
+        least = missing + self._grown_blocks(choice, 1)
+        wanted = missing + self._grown_blocks(choice, self._config.growth_tokens)
+        wanted += choice.request.params.n > 1  # the siblings share the tail of the prompt
+        spare = self._pool.num_available - self._growth_blocks(ahead)
+        count = max(least, min(wanted, spare))
+        try:
+            self._pool.promise(count)
+        except OutOfBlocks:
+            self._release(choice)
+            raise
+        choice.num_promised = count
         insort(self.reserved, choice, key=_age)
-        return choice.num_named
+
+    def bind(self, choice: Choice) -> None:
+        """Turn what a reserved choice was promised for its prompt into blocks. What has become
+        resident of the prompt meanwhile is shared.
+        """
+        missing = self._prompt_blocks(choice) - len(choice.block_table)
+        self._pool.unpromise(missing)
+        choice.num_promised -= missing
+        choice.block_table += self._pool.share(choice.names[len(choice.block_table) :])
+        choice.num_named = len(choice.block_table)
+        choice.block_table += self._pool.take(self._prompt_blocks(choice) - choice.num_named)
+
+    def keep(self, choice: Choice, num_blocks: int) -> None:
+        """The first blocks of a reserved choice hold their KV: name them, so that they outlive it
+        as cache.
+        """
+        full = min(num_blocks, len(choice.names), len(choice.block_table))
+        choice.num_computed = max(choice.num_computed, full * self._spec.block_size)
+        self._name_full_blocks(choice)
 
     def adopt(self, choice: Choice) -> None:
         """A reserved choice's prompt is in its blocks: it runs, from its first output token on."""
+        assert len(choice.block_table) == self._prompt_blocks(choice), "adopted without blocks"
         self.reserved.remove(choice)
         choice.num_computed = len(choice.request.prompt)
         self._name_full_blocks(choice)
@@ -179,15 +214,25 @@ class Scheduler:
         """Raise if a table and the pool disagree about who owns what."""
         self._pool.check()
         owned: set[int] = set()
-        for choice in (*self.running, *self.reserved, *self.held):
+        placed = (*self.running, *self.reserved, *self.held)
+        promised = sum(choice.num_promised for choice in placed)
+        assert self._pool.num_promised == promised, (
+            f"{self._pool.num_promised} blocks promised, choices count on {promised}"
+        )
+        for choice in placed:
             table = choice.block_table
             assert len(set(table)) == len(table), f"a block stands twice in {table}"
+            assert choice.num_promised >= 0, f"{choice.num_promised} blocks promised"
             assert len(table) >= self._spec.blocks_needed(choice.num_computed)
             owned.update(table)
         assert self._pool.num_used == len(owned), (
             f"{self._pool.num_used} blocks in use, {len(owned)} in block tables"
         )
-        assert all(not choice.block_table for choice in self.waiting), "a queued choice has blocks"
+        for choice in self.reserved:
+            missing = self._prompt_blocks(choice) - len(choice.block_table)
+            assert missing <= choice.num_promised, f"{missing} blocks missing and not promised"
+        for choice in self.waiting:
+            assert not choice.block_table + [0] * choice.num_promised, "a queued choice has blocks"
         for place in (self.waiting, self.running):
             assert place == sorted(place, key=_age), "out of order"
 
@@ -225,15 +270,22 @@ class Scheduler:
         copy this takes. Raises OutOfBlocks, with the table as it was.
         """
         table = choice.block_table
-        fresh = self._pool.take(max(0, self._spec.blocks_needed(stop) - len(table)))
+        num_fresh = max(0, self._spec.blocks_needed(stop) - len(table))
+        promised = min(num_fresh, choice.num_promised)
+        fresh = self._pool.take(num_fresh, promised)
+        choice.num_promised -= promised
         first = choice.num_computed // self._spec.block_size
         copy = None
         if first < len(table):
+            left = min(1, choice.num_promised)
             try:
-                block_id, copied = self._pool.writable(table[first])
+                block_id, copied = self._pool.writable(table[first], left)
             except OutOfBlocks:
                 self._pool.release(reversed(fresh))
+                self._pool.promise(promised)
+                choice.num_promised += promised
                 raise
+            choice.num_promised -= left if copied else 0
             copy = (table[first], block_id) if copied else None
             table[first] = block_id
         table += fresh
@@ -307,8 +359,17 @@ class Scheduler:
         blocks = 0
         for choice in choices:
             slots = min(choice.num_tokens + self._config.growth_tokens, choice.request.max_slots)
-            blocks += max(0, self._spec.blocks_needed(slots) - len(choice.block_table))
+            has = len(choice.block_table) + choice.num_promised
+            blocks += max(0, self._spec.blocks_needed(slots) - has)
         return blocks
+
+    def _prompt_blocks(self, choice: Choice) -> int:
+        return self._spec.blocks_needed(len(choice.request.prompt))
+
+    def _grown_blocks(self, choice: Choice, tokens: int) -> int:
+        """Blocks beyond its prompt's that a choice needs for its first output tokens."""
+        slots = min(len(choice.request.prompt) + tokens, choice.request.max_slots)
+        return self._spec.blocks_needed(slots) - self._prompt_blocks(choice)
 
     def _name_full_blocks(self, choice: Choice) -> None:
         size = self._spec.block_size
@@ -322,6 +383,8 @@ class Scheduler:
 
     def _release(self, choice: Choice) -> None:
         self._pool.release(reversed(choice.block_table))
+        self._pool.unpromise(choice.num_promised)
+        choice.num_promised = 0
         choice.block_table = []
         choice.num_computed = 0
         choice.num_named = 0

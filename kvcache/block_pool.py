@@ -1,10 +1,13 @@
-"""Ownership of KV blocks: take, share, fork, write, name, release.
+"""Ownership of KV blocks: promise, take, share, fork, write, name, release.
 
 A block is in exactly one of three places:
 
     free     refcount 0, no name      handed out first
     cached   refcount 0, has a name   handed out last; a hit revives it
     in use   refcount > 0             never handed out
+
+A promise is a number of blocks, not blocks: as many free and cached ones stay out of everybody
+else's reach, and the cached ones among them may be hit meanwhile, until the promise is taken up.
 
 `take` moves free or cached -> in use. `share` moves cached -> in use, or adds an owner, and so does
 `fork`. `release` moves in use -> cached (named) or free (unnamed) when the last owner lets go.
@@ -60,6 +63,7 @@ class BlockPool:
         self._named: dict[BlockHash, int] = {}  # a name is always inserted after its parent
         self._leaves: list[tuple[int, int]] = []  # heap of (released_at, block id), some outdated
         self._num_cached = 0
+        self._num_promised = 0
         self._num_releases = 0
         self._events: dict[BlockHash, BlockEvent] = {}  # what changed since the last drain
 
@@ -76,18 +80,37 @@ class BlockPool:
         return self._num_cached
 
     @property
+    def num_promised(self) -> int:
+        """Of the free and cached blocks, how many are spoken for."""
+        return self._num_promised
+
+    @property
     def num_used(self) -> int:
-        return self.num_blocks - self.num_available
+        return self.num_blocks - len(self._free) - self._num_cached
 
     @property
     def num_available(self) -> int:
-        """How many blocks `take` can hand out."""
-        return len(self._free) + self._num_cached
+        """How many blocks `take` can hand out to whoever was promised none."""
+        return len(self._free) + self._num_cached - self._num_promised
 
-    def take(self, count: int) -> list[int]:
-        """Own `count` blocks with undefined contents, evicting cached ones if needed."""
-        if count > self.num_available:
-            raise OutOfBlocks(f"need {count} blocks, {self.num_available} available")
+    def promise(self, count: int) -> None:
+        """Set `count` blocks aside for a later `take`, without saying which."""
+        self._require(count)
+        self._num_promised += count
+
+    def unpromise(self, count: int) -> None:
+        """Give up a promise that was not taken up."""
+        assert 0 <= count <= self._num_promised, f"{self._num_promised} promised, {count} given up"
+        self._num_promised -= count
+
+    def take(self, count: int, promised: int = 0) -> list[int]:
+        """Own `count` blocks with undefined contents, evicting cached ones if needed.
+
+        `promised` of them were promised to the caller, and are not any more.
+        """
+        assert promised <= count, f"{promised} of {count} blocks taken from a promise"
+        self._require(count - promised)
+        self.unpromise(promised)
         return [self._take_one() for _ in range(count)]
 
     def match(self, names: Iterable[BlockHash]) -> int:
@@ -100,16 +123,21 @@ class BlockPool:
         return count
 
     def share(self, names: Iterable[BlockHash]) -> list[int]:
-        """Own the longest run of resident blocks, stopping at the first miss."""
+        """Own the longest run of resident blocks, stopping at the first miss.
+
+        Raises OutOfBlocks, owning nothing, where that would leave too few for what is promised.
+        """
         block_ids: list[int] = []
         for name in names:
             block_id = self._named.get(name)
             if block_id is None:
                 break
+            block_ids.append(block_id)
+        self._require(sum(self._blocks[block_id].refcount == 0 for block_id in block_ids))
+        for block_id in block_ids:
             block = self._blocks[block_id]
             self._num_cached -= block.refcount == 0
             block.refcount += 1
-            block_ids.append(block_id)
         return block_ids
 
     def fork(self, block_ids: Iterable[int]) -> None:
@@ -139,16 +167,16 @@ class BlockPool:
         self._record(Stored(name, parent))
         return True
 
-    def writable(self, block_id: int) -> tuple[int, bool]:
+    def writable(self, block_id: int, promised: int = 0) -> tuple[int, bool]:
         """Return a block this owner may write, and whether the contents must be copied over.
 
-        A block with another owner or a name is exchanged for a fresh one.
+        A block with another owner or a name is exchanged for a fresh one, a promised one if so.
         """
         block = self._blocks[block_id]
         assert block.refcount > 0, f"block {block_id} written without an owner"
         if block.refcount == 1 and block.name is None:
             return block_id, False
-        (fresh,) = self.take(1)
+        (fresh,) = self.take(1, promised)
         self.release([block_id])
         return fresh, True
 
@@ -203,6 +231,9 @@ class BlockPool:
         assert free.isdisjoint(cached | used), f"free blocks in use or named: {free}"
         assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is nowhere"
         assert len(cached) == self._num_cached, f"{len(cached)} cached, {self._num_cached} counted"
+        assert 0 <= self._num_promised <= len(free) + len(cached), (
+            f"{self._num_promised} blocks promised, {len(free)} free and {len(cached)} cached"
+        )
         self._check_names(cached)
 
     def _check_names(self, cached: set[int]) -> None:
@@ -220,6 +251,10 @@ class BlockPool:
         leaves = {i for i in cached if not self._blocks[i].children}
         evictable = {block_id for _, block_id in filter(self._is_current, self._leaves)}
         assert evictable == leaves, f"leaves {leaves}, evictable {evictable}"
+
+    def _require(self, count: int) -> None:
+        if count > self.num_available:
+            raise OutOfBlocks(f"need {count} blocks, {self.num_available} available")
 
     def _take_one(self) -> int:
         if not self._free:

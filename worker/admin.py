@@ -54,6 +54,7 @@ class AdminServicer(worker_pb2_grpc.WorkerAdminServicer):
                 cached_blocks=books.cached_blocks,
                 used_blocks=books.used_blocks,
                 reserved_blocks=books.reserved_blocks,
+                promised_blocks=books.promised_blocks,
             ),
             waiting_requests=books.waiting_requests,
             running_requests=books.running_requests,

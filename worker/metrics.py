@@ -44,6 +44,7 @@ class _EngineCollector(Collector):
             ("cached", books.cached_blocks),
             ("used", books.used_blocks - books.reserved_blocks),
             ("reserved", books.reserved_blocks),
+            ("promised", books.promised_blocks),
         ):
             yield self._gauge(f"kvferry_blocks_{state}", f"KV blocks that are {state}", blocks)
         backlog_s = load.queued_tokens * load.prefill_ms_per_token / 1000

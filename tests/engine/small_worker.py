@@ -175,4 +175,5 @@ class SmallWorker:
 
     def is_empty(self) -> bool:
         books = self.engine.books()
-        return books.used_blocks == 0 and books.running_requests + books.waiting_requests == 0
+        blocks = books.used_blocks + books.promised_blocks
+        return blocks + books.running_requests + books.waiting_requests == 0

@@ -76,17 +76,28 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(prompt=prompts, max_tokens=lengths, n=choices, midway=st.booleans())
     def reserve(self, prompt: tuple[int, int], max_tokens: int, n: int, midway: bool) -> None:
         def enter(request: Request) -> None:
-            reservation = self.worker.engine.reserve(request)
-            self._scribble(reservation.block_table[reservation.num_cached_blocks :])
-            self.reserved.append(reservation)
+            self.reserved.append(self.worker.engine.reserve(request))
 
         self._do(midway, lambda: self._enter(prompt, max_tokens, enter, n=n))
+
+    @precondition(lambda self: self.reserved)
+    @rule(number=st.integers(0, 40), midway=st.booleans())
+    def bind(self, number: int, midway: bool) -> None:
+        reservation = self.reserved[number % len(self.reserved)]
+        if not reservation.block_table:
+            self._do(midway, lambda: self._bind(reservation))
+
+    def _bind(self, reservation: Reservation) -> None:
+        if reservation in self.reserved:
+            self.worker.engine.bind(reservation)
+            self._scribble(reservation.block_table[reservation.num_cached_blocks :])
 
     @precondition(lambda self: self.reserved)
     @rule(number=st.integers(0, 40), midway=st.booleans())
     def adopt(self, number: int, midway: bool) -> None:
         reservation = self.reserved.pop(number % len(self.reserved))
         request = reservation.request
+        self.worker.engine.bind(reservation)
         held, heard = self.source.request(request.prompt, 1, hold=True)
         self.source.engine.add(held)
         self.source.drain()
@@ -96,10 +107,17 @@ class AnyHistory(RuleBasedStateMachine):
         self._do(midway, lambda: self.worker.engine.adopt(reservation, first))
 
     @precondition(lambda self: self.reserved)
-    @rule(number=st.integers(0, 40), midway=st.booleans())
-    def abandon(self, number: int, midway: bool) -> None:
+    @rule(number=st.integers(0, 40), midway=st.booleans(), num_whole=st.integers(0, 6))
+    def abandon(self, number: int, midway: bool, num_whole: int) -> None:
+        """As many blocks as have come stay as cache; the tokens of later hits tell if wrongly."""
         reservation = self.reserved.pop(number % len(self.reserved))
-        self._do(midway, lambda: self.worker.engine.abandon(reservation))
+        if reservation.block_table:
+            held, _ = self.source.request(reservation.request.prompt, 1, hold=True)
+            self.source.engine.add(held)
+            self.source.drain()
+            carry(self.source, held.choices[0].block_table[:num_whole], self.worker, reservation)
+            self.source.engine.release_held(held.request_id)
+        self._do(midway, lambda: self.worker.engine.abandon(reservation, num_whole))
 
     @rule(number=st.integers(0, 40), midway=st.booleans())
     def cancel(self, number: int, midway: bool) -> None:

@@ -25,6 +25,8 @@ def hand_over(
     request, heard = decode.request(prompt, max_tokens, **options)
     reservation = decode.engine.reserve(request)
     decode.engine.check()
+    decode.engine.bind(reservation)
+    decode.engine.check()
     first_tokens = prefill_request(prefill, held, held_heard)
     carried = carry(prefill, held.choices[0].block_table, decode, reservation)
     decode.engine.adopt(reservation, first_tokens)
@@ -143,6 +145,10 @@ def test_an_abandoned_reservation_leaves_nothing_and_names_nothing() -> None:
     worker = SmallWorker(8)
     request, heard = worker.request([1] * 40)
     reservation = worker.engine.reserve(request)
+    assert worker.engine.books().promised_blocks == 4  # one to grow by
+    assert worker.engine.books().reserved_blocks == 0
+    worker.engine.bind(reservation)
+    assert worker.engine.books().promised_blocks == 1
     assert worker.engine.books().reserved_blocks == 3
     assert not worker.engine.cancel(request.request_id)
     assert worker.engine.abandon(reservation)
@@ -167,6 +173,7 @@ def test_first_tokens_that_do_not_fit_are_refused_and_the_reservation_stands(
 ) -> None:
     worker = SmallWorker(vocab_size=512)
     reservation = worker.engine.reserve(worker.request([1] * 20, n=2)[0])
+    worker.engine.bind(reservation)
     with pytest.raises(Refused, match=sentence):
         worker.engine.adopt(reservation, tokens)
     assert worker.engine.books().reserved_requests == 1
@@ -190,7 +197,87 @@ def test_a_reservation_takes_no_blocks_that_running_requests_are_about_to_need()
         worker.engine.reserve(worker.request([2] * 32)[0])
     worker.drain()
     assert running.ended
-    assert len(worker.engine.reserve(worker.request([2] * 32)[0]).block_table) == 2
+    reservation = worker.engine.reserve(worker.request([2] * 32)[0])
+    worker.engine.bind(reservation)
+    assert len(reservation.block_table) == 2
+
+
+def test_promised_blocks_are_cache_until_they_are_bound() -> None:
+    worker = SmallWorker(4)
+    worker.ask([1] * 48, 1)
+    reservation = worker.engine.reserve(worker.request([2] * 32, 1)[0])
+    books = worker.engine.books()
+    assert (books.promised_blocks, books.free_blocks, books.cached_blocks) == (2, 1, 3)
+    assert worker.engine.load().free_blocks == 2
+    hits = worker.ask([1] * 48, 1)  # it hits two, owns a third, and needs none of the promised
+    assert (hits.ended, hits.num_cached) == (False, 0) or hits.num_cached == 32
+    worker.engine.bind(reservation)
+    assert len(reservation.block_table) == 2
+    worker.engine.abandon(reservation)
+    worker.drain()
+    assert hits.ended and worker.is_empty()
+
+
+def test_blocks_that_became_resident_after_the_promise_are_not_shipped() -> None:
+    prefill, decode = SmallWorker(), SmallWorker(12)
+    prompt = [3] * 40
+    request, late = decode.request(prompt, 10)
+    reservation = decode.engine.reserve(request)
+    assert reservation.num_cached_blocks == 0
+    hand_over(prefill, decode, prompt, 10)
+    decode.engine.bind(reservation)
+    decode.engine.check()
+    assert reservation.num_cached_blocks == 2
+    held, heard = prefill.request(prompt, 10, hold=True)
+    first_tokens = prefill_request(prefill, held, heard)
+    assert carry(prefill, held.choices[0].block_table, decode, reservation) == 1
+    decode.engine.adopt(reservation, first_tokens)
+    decode.drain()
+    assert late.text == checksum_continuation(CONFIG, prompt, 10)
+    assert decode.is_empty()
+
+
+def test_running_requests_never_eat_what_a_transfer_was_promised() -> None:
+    """They wait, or are sent back to the queue; the transfer ends, decodes, and so do they."""
+    prefill, decode = SmallWorker(), SmallWorker(6, growth_tokens=16)
+    running = [decode.add([token] * 16, 60) for token in (1, 2)]
+    decode.step()
+    prompt = [3] * 30
+    request, heard = decode.request(prompt, 30)
+    with pytest.raises(OutOfBlocks):
+        decode.engine.reserve(request)  # the others are promised nothing, but come first
+    decode.engine.cancel(running[1].request_id)
+    decode.step()
+    reservation = decode.engine.reserve(request)
+    decode.drain()  # the first grows as far as it can beside the promise, and waits
+    assert not running[0].ended
+    assert decode.engine.books().promised_blocks == 3
+    decode.engine.bind(reservation)
+    held, held_heard = prefill.request(prompt, 30, hold=True)
+    first_tokens = prefill_request(prefill, held, held_heard)
+    carry(prefill, held.choices[0].block_table, decode, reservation)
+    decode.engine.adopt(reservation, first_tokens)
+    decode.drain()
+    assert heard.text == checksum_continuation(CONFIG, prompt, 30)
+    assert running[0].text == checksum_continuation(CONFIG, [1] * 16, 60)
+    assert decode.is_empty()
+
+
+@pytest.mark.parametrize("num_whole", range(4))
+def test_whole_blocks_of_an_abandoned_reservation_stay_as_cache(num_whole: int) -> None:
+    prefill, decode = SmallWorker(), SmallWorker(8)
+    prompt = [5] * 40
+    reservation = decode.engine.reserve(decode.request(prompt)[0])
+    decode.engine.bind(reservation)
+    held, heard = prefill.request(prompt, hold=True)
+    prefill_request(prefill, held, heard)
+    carry(prefill, held.choices[0].block_table, decode, reservation)
+    assert decode.engine.abandon(reservation, num_whole)
+    decode.engine.check()
+    assert decode.is_empty() and decode.engine.books().cached_blocks == min(num_whole, 2)
+    again = decode.ask(prompt, 10)
+    assert again.num_cached == 16 * min(num_whole, 2)  # the tail of 8 tokens has no name
+    assert again.text == checksum_continuation(CONFIG, prompt, 10)
 
 
 class Watches(SliceObserver):

@@ -56,7 +56,8 @@ class Worker:
         async with asyncio.timeout(10):
             while True:
                 books = self.engine.books()
-                if books.used_blocks == 0 and all(side.open_transfers == 0 for side in self.sides):
+                blocks = books.used_blocks + books.promised_blocks
+                if blocks == 0 and all(side.open_transfers == 0 for side in self.sides):
                     break
                 await asyncio.sleep(0.005)
         self.engine.check()

@@ -163,7 +163,7 @@ class LiveCluster:
 
 def _is_idle(book: worker_pb2.InspectResponse) -> bool:
     busy = book.waiting_requests + book.running_requests + book.held_requests
-    return not busy + book.open_transfers + book.pool.used_blocks
+    return not busy + book.open_transfers + book.pool.used_blocks + book.pool.promised_blocks
 
 
 @asynccontextmanager
