@@ -1,13 +1,16 @@
 """One request's life on a decode group.
 
-    reserving   waits for blocks for the whole prompt, some of which may be cached here already
-    receiving   every rank takes in its heads of the blocks that are missing
+    reserving   waits until blocks for the whole prompt can be promised, and a few to grow by
+    promised    waits for a prefill rank's call; the blocks serve as cache meanwhile
+    receiving   the promise is bound to blocks, once for all ranks, and each rank takes in its heads
+                of those whose KV is not cached here
     committed   every rank has every cell; prefill may let its blocks go
     adopted     the request joins the batch with the tokens that prefill sampled
     streaming   tokens leave in order; the blocks stay cached here, named, when it ends
 
-Without a transfer the prompt is computed here, and the first two states are skipped. However it
-ends, one place lets go: the transfer first, on every rank, and only then the blocks.
+Without a transfer the prompt is computed here, and the first states are skipped. However it ends,
+one place lets go: the transfer first, on every rank, and only then the blocks. Those that every
+rank has whole by then stay as cache, so that whoever tries again starts from there.
 """
 
 import asyncio
@@ -15,13 +18,22 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from decode_worker.ranks import ReceivesPrompts
+import grpc.aio
+
+from decode_worker.ranks import HearsCalls, ReceivesPrompts
 from decode_worker.waiting_room import WaitingRoom
 from engine.engine import Engine
 from engine.request import Admitted, Request
 from engine.roster import Reservation
 from protos import worker_pb2 as pb
-from transport.orders import Identity, Receipt, ReceiptOrder, ShipmentKey, intervals_from
+from transport.orders import (
+    Identity,
+    Receipt,
+    ReceiptOrder,
+    ShipmentKey,
+    TransferFailed,
+    intervals_from,
+)
 from worker.cleanups import Cleanups
 from worker.outputs import Outputs
 from worker.refusal import refusals
@@ -40,6 +52,7 @@ class _Call:
     outputs: Outputs
     key: ShipmentKey | None = None
     reservation: Reservation | None = None
+    num_whole_blocks: int = 0  # cached here after a transfer that failed
     ended: bool = False
 
 
@@ -51,6 +64,7 @@ class Decoding:
         engine: Engine,
         intake: WorkIntake,
         identity: Identity,
+        calls: HearsCalls,
         ranks: Sequence[ReceivesPrompts],
         waiting_room: WaitingRoom,
         cleanups: Cleanups,
@@ -58,6 +72,7 @@ class Decoding:
         self._engine = engine
         self._intake = intake
         self._identity = identity
+        self._calls = calls
         self._ranks = ranks
         self._waiting_room = waiting_room
         self._cleanups = cleanups
@@ -87,10 +102,15 @@ class Decoding:
     ) -> DecodeEvents:
         if asked.transfer_id:
             call.reservation = await self._waiting_room.reserve(call.request)
-            self._engine.bind(call.reservation)
-            yield _reserved(call.reservation)
-            order = self._order(call.reservation, asked, remaining_s)
-            yield await self._take_in(call, call.reservation, order)
+            receiving = self._take_in(call, call.reservation, asked, remaining_s)
+            try:
+                async with aclosing(receiving):
+                    async for event in receiving:
+                        yield event
+            except (TransferFailed, grpc.aio.AioRpcError):
+                await self._cleanups.run(self._let_go(call), f"keep of {call.request.request_id}")
+                yield _kept(call)
+                raise
         unfinished = call.request.params.n
         while unfinished:
             output = await call.outputs.take()
@@ -102,16 +122,21 @@ class Decoding:
         yield _done(call.request)
 
     async def _take_in(
-        self, call: _Call, reservation: Reservation, order: ReceiptOrder
-    ) -> pb.DecodeEvent:
-        """From reserved blocks to an adopted request."""
-        call.key = order.key
+        self, call: _Call, reservation: Reservation, asked: pb.DecodeRequest, remaining_s: float
+    ) -> DecodeEvents:
+        """From promised blocks to an adopted request."""
+        epochs = (asked.source.epoch, self._identity.epoch)
+        call.key = ShipmentKey(asked.transfer_id, asked.attempt, *epochs)
+        await self._calls.called(call.key, remaining_s)
+        self._engine.bind(reservation)
+        yield _reserved(reservation)
+        order = _order(call.key, reservation, asked.source, remaining_s)
         receipts = await self._receipts(order)
         await asyncio.gather(*(rank.commit(order.key) for rank in self._ranks))
         first_tokens = [token for receipt in receipts for token in receipt.first_tokens]
         self._engine.adopt(reservation, first_tokens)
         call.key = call.reservation = None  # the engine's now
-        return _adopted(reservation, receipts)
+        yield _adopted(reservation, receipts)
 
     async def _receipts(self, order: ReceiptOrder) -> list[Receipt]:
         """One from each rank; the first failure ends the others' wait."""
@@ -124,29 +149,32 @@ class Decoding:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _let_go(self, call: _Call) -> None:
+        whole = [0]
         if call.key is not None:
             key = call.key
-            await asyncio.gather(
+            whole = await asyncio.gather(
                 *(rank.abort(key, "the request has ended") for rank in self._ranks)
             )
         if call.reservation is not None:
-            self._engine.abandon(call.reservation)
+            if self._engine.abandon(call.reservation, min(whole)):
+                call.num_whole_blocks = min(whole)
+            call.key = call.reservation = None
         elif not call.ended:
             self._engine.cancel(call.request)
 
-    def _order(
-        self, reservation: Reservation, asked: pb.DecodeRequest, remaining_s: float
-    ) -> ReceiptOrder:
-        source = asked.source
-        return ReceiptOrder(
-            key=ShipmentKey(asked.transfer_id, asked.attempt, source.epoch, self._identity.epoch),
-            num_tokens=len(reservation.request.prompt),
-            first_block=reservation.num_cached_blocks,
-            block_table=tuple(reservation.block_table),
-            prefill_instance=source.instance,
-            source_intervals=intervals_from(source.kv_head_starts, source.kv_head_stops),
-            timeout_s=remaining_s,
-        )
+
+def _order(
+    key: ShipmentKey, reservation: Reservation, source: pb.PrefillSource, remaining_s: float
+) -> ReceiptOrder:
+    return ReceiptOrder(
+        key=key,
+        num_tokens=len(reservation.request.prompt),
+        first_block=reservation.num_cached_blocks,
+        block_table=reservation.block_table,
+        prefill_instance=source.instance,
+        source_intervals=intervals_from(source.kv_head_starts, source.kv_head_stops),
+        timeout_s=remaining_s,
+    )
 
 
 def _reserved(reservation: Reservation) -> pb.DecodeEvent:
@@ -160,6 +188,10 @@ def _adopted(reservation: Reservation, receipts: Sequence[Receipt]) -> pb.Decode
             shipped_bytes=sum(receipt.bytes for receipt in receipts),
         )
     )
+
+
+def _kept(call: _Call) -> pb.DecodeEvent:
+    return pb.DecodeEvent(kept=pb.DecodeKept(blocks=call.num_whole_blocks))
 
 
 def _done(request: Request) -> pb.DecodeEvent:

@@ -2,7 +2,8 @@
 
 expect   answers when every cell of the rank's share is verified and in its blocks
 commit   prefill may let go: this rank holds everything
-abort    answers when no byte of the transfer can be written here any more
+abort    answers when no byte of the transfer can be written here any more, with the number of
+         blocks, from the prompt's first on, that hold every cell of the rank's share
 """
 
 from typing import Protocol
@@ -24,7 +25,15 @@ class ReceivesPrompts(Protocol):
 
     async def commit(self, key: ShipmentKey) -> None: ...
 
-    async def abort(self, key: ShipmentKey, reason: str) -> None: ...
+    async def abort(self, key: ShipmentKey, reason: str) -> int: ...
+
+
+class HearsCalls(Protocol):
+    """Rank 0's own `transport.receiver.Receiver`."""
+
+    async def called(self, key: ShipmentKey, timeout_s: float) -> None:
+        """Returns once a prefill rank has called. Raises TransferFailed."""
+        ...
 
 
 class RemoteRank:
@@ -39,8 +48,10 @@ class RemoteRank:
     async def commit(self, key: ShipmentKey) -> None:
         await self._stub.CommitReceipt(rank_pb2.RankCommit(key=key.to_proto()))
 
-    async def abort(self, key: ShipmentKey, reason: str) -> None:
-        await self._stub.AbortReceipt(rank_pb2.RankAbort(key=key.to_proto(), reason=reason))
+    async def abort(self, key: ShipmentKey, reason: str) -> int:
+        order = rank_pb2.RankAbort(key=key.to_proto(), reason=reason)
+        answer: rank_pb2.RankWhole = await self._stub.AbortReceipt(order)
+        return answer.whole_blocks
 
 
 class DecodeRankServicer(rank_pb2_grpc.DecodeRankServicer):
@@ -61,6 +72,8 @@ class DecodeRankServicer(rank_pb2_grpc.DecodeRankServicer):
         await self._receiver.commit(ShipmentKey.from_proto(request.key))
         return rank_pb2.RankAck()
 
-    async def AbortReceipt(self, request: rank_pb2.RankAbort, context: Context) -> rank_pb2.RankAck:
-        await self._receiver.abort(ShipmentKey.from_proto(request.key), request.reason)
-        return rank_pb2.RankAck()
+    async def AbortReceipt(
+        self, request: rank_pb2.RankAbort, context: Context
+    ) -> rank_pb2.RankWhole:
+        key = ShipmentKey.from_proto(request.key)
+        return rank_pb2.RankWhole(whole_blocks=await self._receiver.abort(key, request.reason))

@@ -66,6 +66,7 @@ class DecodeSide:
             front.engine,
             front.intake,
             context.identity,
+            self.receiver,
             ranks,
             waiting_room,
             front.cleanups,

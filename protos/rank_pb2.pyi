@@ -95,3 +95,9 @@ class RankAbort(_message.Message):
 class RankAck(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RankWhole(_message.Message):
+    __slots__ = ("whole_blocks",)
+    WHOLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    whole_blocks: int
+    def __init__(self, whole_blocks: _Optional[int] = ...) -> None: ...

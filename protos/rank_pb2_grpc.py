@@ -208,7 +208,7 @@ class DecodeRankStub:
         self.AbortReceipt = channel.unary_unary(
                 '/kvferry.v1.DecodeRank/AbortReceipt',
                 request_serializer=protos_dot_rank__pb2.RankAbort.SerializeToString,
-                response_deserializer=protos_dot_rank__pb2.RankAck.FromString,
+                response_deserializer=protos_dot_rank__pb2.RankWhole.FromString,
                 _registered_method=True)
 
 
@@ -251,7 +251,7 @@ def add_DecodeRankServicer_to_server(servicer, server):
             'AbortReceipt': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortReceipt,
                     request_deserializer=protos_dot_rank__pb2.RankAbort.FromString,
-                    response_serializer=protos_dot_rank__pb2.RankAck.SerializeToString,
+                    response_serializer=protos_dot_rank__pb2.RankWhole.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -334,7 +334,7 @@ class DecodeRank:
             target,
             '/kvferry.v1.DecodeRank/AbortReceipt',
             protos_dot_rank__pb2.RankAbort.SerializeToString,
-            protos_dot_rank__pb2.RankAck.FromString,
+            protos_dot_rank__pb2.RankWhole.FromString,
             options,
             channel_credentials,
             insecure,

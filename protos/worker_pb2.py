@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\nkvferry.v1\x1a\x16protos/inference.proto\"\x8a\x01\n\x0bWorkRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x12\n\ntenant_key\x18\x04 \x01(\x0c\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\"\xca\x01\n\x0ePrefillRequest\x12%\n\x04work\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.WorkRequest\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11\x65xpected_instance\x18\x04 \x01(\t\x12(\n\x06target\x18\x05 \x01(\x0b\x32\x18.kvferry.v1.DecodeTarget\x12\x0c\n\x04wire\x18\x06 \x01(\t\x12\x18\n\x10max_chunk_tokens\x18\x07 \x01(\x05\"\x86\x01\n\x0c\x44\x65\x63odeTarget\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x16\n\x0erank_addresses\x18\x04 \x03(\t\x12\x16\n\x0ekv_head_starts\x18\x05 \x03(\r\x12\x15\n\rkv_head_stops\x18\x06 \x03(\r\"\xa2\x01\n\x0cPrefillEvent\x12/\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x1b.kvferry.v1.PrefillAdmittedH\x00\x12/\n\x0c\x66irst_tokens\x18\x02 \x01(\x0b\x32\x17.kvferry.v1.FirstTokensH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.kvferry.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"(\n\x0fPrefillAdmitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\x03\"P\n\x0b\x46irstTokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\x03\"j\n\x0bPrefillDone\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\x03\x12\x16\n\x0eshipped_blocks\x18\x02 \x01(\x03\x12\x15\n\rshipped_bytes\x18\x03 \x01(\x03\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\"\xa2\x01\n\rDecodeRequest\x12%\n\x04work\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.WorkRequest\x12\x19\n\x11\x65xpected_instance\x18\x02 \x01(\t\x12\x13\n\x0btransfer_id\x18\x03 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12)\n\x06source\x18\x05 \x01(\x0b\x32\x19.kvferry.v1.PrefillSource\"o\n\rPrefillSource\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x16\n\x0ekv_head_starts\x18\x04 \x03(\r\x12\x15\n\rkv_head_stops\x18\x05 \x03(\r\"\xc9\x01\n\x0b\x44\x65\x63odeEvent\x12.\n\x08reserved\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.DecodeReservedH\x00\x12,\n\x07\x61\x64opted\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.DecodeAdoptedH\x00\x12+\n\x05token\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.GeneratedTokenH\x00\x12&\n\x04\x64one\x18\x04 \x01(\x0b\x32\x16.kvferry.v1.DecodeDoneH\x00\x42\x07\n\x05\x65vent\"\'\n\x0e\x44\x65\x63odeReserved\x12\x15\n\rcached_blocks\x18\x01 \x01(\x03\">\n\rDecodeAdopted\x12\x16\n\x0eshipped_blocks\x18\x01 \x01(\x03\x12\x15\n\rshipped_bytes\x18\x02 \x01(\x03\"<\n\nDecodeDone\x12\x15\n\rcached_tokens\x18\x01 \x01(\x03\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\"\xc1\x01\n\x0eGeneratedToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12+\n\x08logprobs\x18\x04 \x01(\x0b\x32\x19.kvferry.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0c\n\x04stop\x18\x06 \x01(\t\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x10\n\x0eInspectRequest\"\xca\x02\n\x0fInspectResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04role\x18\x04 \x01(\t\x12#\n\x04pool\x18\x05 \x01(\x0b\x32\x15.kvferry.v1.PoolBooks\x12\x18\n\x10waiting_requests\x18\x06 \x01(\x03\x12\x18\n\x10running_requests\x18\x07 \x01(\x03\x12\x15\n\rheld_requests\x18\x08 \x01(\x03\x12\x16\n\x0eopen_transfers\x18\t \x01(\x03\x12\x15\n\rasyncio_tasks\x18\n \x01(\x03\x12\x12\n\nopen_files\x18\x0b \x01(\x03\x12\x11\n\trank_pids\x18\x0c \x03(\x03\x12\r\n\x05steps\x18\r \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x04\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\"{\n\tPoolBooks\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\x03\x12\x15\n\rcached_blocks\x18\x03 \x01(\x03\x12\x13\n\x0bused_blocks\x18\x04 \x01(\x03\x12\x17\n\x0freserved_blocks\x18\x05 \x01(\x03\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x03\x32R\n\rPrefillWorker\x12\x41\n\x07Prefill\x12\x1a.kvferry.v1.PrefillRequest\x1a\x18.kvferry.v1.PrefillEvent0\x01\x32N\n\x0c\x44\x65\x63odeWorker\x12>\n\x06\x44\x65\x63ode\x12\x19.kvferry.v1.DecodeRequest\x1a\x17.kvferry.v1.DecodeEvent0\x01\x32\xdc\x01\n\x0bWorkerAdmin\x12\x42\n\x07Inspect\x12\x1a.kvferry.v1.InspectRequest\x1a\x1b.kvferry.v1.InspectResponse\x12<\n\x05\x44rain\x12\x18.kvferry.v1.DrainRequest\x1a\x19.kvferry.v1.DrainResponse\x12K\n\nFlushCache\x12\x1d.kvferry.v1.FlushCacheRequest\x1a\x1e.kvferry.v1.FlushCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\nkvferry.v1\x1a\x16protos/inference.proto\"\x8a\x01\n\x0bWorkRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x12\n\ntenant_key\x18\x04 \x01(\x0c\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\"\xca\x01\n\x0ePrefillRequest\x12%\n\x04work\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.WorkRequest\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11\x65xpected_instance\x18\x04 \x01(\t\x12(\n\x06target\x18\x05 \x01(\x0b\x32\x18.kvferry.v1.DecodeTarget\x12\x0c\n\x04wire\x18\x06 \x01(\t\x12\x18\n\x10max_chunk_tokens\x18\x07 \x01(\x05\"\x86\x01\n\x0c\x44\x65\x63odeTarget\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x16\n\x0erank_addresses\x18\x04 \x03(\t\x12\x16\n\x0ekv_head_starts\x18\x05 \x03(\r\x12\x15\n\rkv_head_stops\x18\x06 \x03(\r\"\xa2\x01\n\x0cPrefillEvent\x12/\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x1b.kvferry.v1.PrefillAdmittedH\x00\x12/\n\x0c\x66irst_tokens\x18\x02 \x01(\x0b\x32\x17.kvferry.v1.FirstTokensH\x00\x12\'\n\x04\x64one\x18\x03 \x01(\x0b\x32\x17.kvferry.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"(\n\x0fPrefillAdmitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\x03\"P\n\x0b\x46irstTokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\x03\"j\n\x0bPrefillDone\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\x03\x12\x16\n\x0eshipped_blocks\x18\x02 \x01(\x03\x12\x15\n\rshipped_bytes\x18\x03 \x01(\x03\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\"\xa2\x01\n\rDecodeRequest\x12%\n\x04work\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.WorkRequest\x12\x19\n\x11\x65xpected_instance\x18\x02 \x01(\t\x12\x13\n\x0btransfer_id\x18\x03 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12)\n\x06source\x18\x05 \x01(\x0b\x32\x19.kvferry.v1.PrefillSource\"o\n\rPrefillSource\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x16\n\x0ekv_head_starts\x18\x04 \x03(\r\x12\x15\n\rkv_head_stops\x18\x05 \x03(\r\"\xf1\x01\n\x0b\x44\x65\x63odeEvent\x12.\n\x08reserved\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.DecodeReservedH\x00\x12,\n\x07\x61\x64opted\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.DecodeAdoptedH\x00\x12+\n\x05token\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.GeneratedTokenH\x00\x12&\n\x04\x64one\x18\x04 \x01(\x0b\x32\x16.kvferry.v1.DecodeDoneH\x00\x12&\n\x04kept\x18\x05 \x01(\x0b\x32\x16.kvferry.v1.DecodeKeptH\x00\x42\x07\n\x05\x65vent\"\'\n\x0e\x44\x65\x63odeReserved\x12\x15\n\rcached_blocks\x18\x01 \x01(\x03\"\x1c\n\nDecodeKept\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x03\">\n\rDecodeAdopted\x12\x16\n\x0eshipped_blocks\x18\x01 \x01(\x03\x12\x15\n\rshipped_bytes\x18\x02 \x01(\x03\"<\n\nDecodeDone\x12\x15\n\rcached_tokens\x18\x01 \x01(\x03\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\"\xc1\x01\n\x0eGeneratedToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12+\n\x08logprobs\x18\x04 \x01(\x0b\x32\x19.kvferry.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0c\n\x04stop\x18\x06 \x01(\t\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x10\n\x0eInspectRequest\"\xca\x02\n\x0fInspectResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04role\x18\x04 \x01(\t\x12#\n\x04pool\x18\x05 \x01(\x0b\x32\x15.kvferry.v1.PoolBooks\x12\x18\n\x10waiting_requests\x18\x06 \x01(\x03\x12\x18\n\x10running_requests\x18\x07 \x01(\x03\x12\x15\n\rheld_requests\x18\x08 \x01(\x03\x12\x16\n\x0eopen_transfers\x18\t \x01(\x03\x12\x15\n\rasyncio_tasks\x18\n \x01(\x03\x12\x12\n\nopen_files\x18\x0b \x01(\x03\x12\x11\n\trank_pids\x18\x0c \x03(\x03\x12\r\n\x05steps\x18\r \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x04\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\"\x94\x01\n\tPoolBooks\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\x03\x12\x15\n\rcached_blocks\x18\x03 \x01(\x03\x12\x13\n\x0bused_blocks\x18\x04 \x01(\x03\x12\x17\n\x0freserved_blocks\x18\x05 \x01(\x03\x12\x17\n\x0fpromised_blocks\x18\x06 \x01(\x03\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x03\x32R\n\rPrefillWorker\x12\x41\n\x07Prefill\x12\x1a.kvferry.v1.PrefillRequest\x1a\x18.kvferry.v1.PrefillEvent0\x01\x32N\n\x0c\x44\x65\x63odeWorker\x12>\n\x06\x44\x65\x63ode\x12\x19.kvferry.v1.DecodeRequest\x1a\x17.kvferry.v1.DecodeEvent0\x01\x32\xdc\x01\n\x0bWorkerAdmin\x12\x42\n\x07Inspect\x12\x1a.kvferry.v1.InspectRequest\x1a\x1b.kvferry.v1.InspectResponse\x12<\n\x05\x44rain\x12\x18.kvferry.v1.DrainRequest\x1a\x19.kvferry.v1.DrainResponse\x12K\n\nFlushCache\x12\x1d.kvferry.v1.FlushCacheRequest\x1a\x1e.kvferry.v1.FlushCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,33 +51,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSOURCE']._serialized_start=1104
   _globals['_PREFILLSOURCE']._serialized_end=1215
   _globals['_DECODEEVENT']._serialized_start=1218
-  _globals['_DECODEEVENT']._serialized_end=1419
-  _globals['_DECODERESERVED']._serialized_start=1421
-  _globals['_DECODERESERVED']._serialized_end=1460
-  _globals['_DECODEADOPTED']._serialized_start=1462
-  _globals['_DECODEADOPTED']._serialized_end=1524
-  _globals['_DECODEDONE']._serialized_start=1526
-  _globals['_DECODEDONE']._serialized_end=1586
-  _globals['_GENERATEDTOKEN']._serialized_start=1589
-  _globals['_GENERATEDTOKEN']._serialized_end=1782
-  _globals['_INSPECTREQUEST']._serialized_start=1784
-  _globals['_INSPECTREQUEST']._serialized_end=1800
-  _globals['_INSPECTRESPONSE']._serialized_start=1803
-  _globals['_INSPECTRESPONSE']._serialized_end=2133
-  _globals['_POOLBOOKS']._serialized_start=2135
-  _globals['_POOLBOOKS']._serialized_end=2258
-  _globals['_DRAINREQUEST']._serialized_start=2260
-  _globals['_DRAINREQUEST']._serialized_end=2274
-  _globals['_DRAINRESPONSE']._serialized_start=2276
-  _globals['_DRAINRESPONSE']._serialized_end=2291
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=2293
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=2312
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=2314
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=2354
-  _globals['_PREFILLWORKER']._serialized_start=2356
-  _globals['_PREFILLWORKER']._serialized_end=2438
-  _globals['_DECODEWORKER']._serialized_start=2440
-  _globals['_DECODEWORKER']._serialized_end=2518
-  _globals['_WORKERADMIN']._serialized_start=2521
-  _globals['_WORKERADMIN']._serialized_end=2741
+  _globals['_DECODEEVENT']._serialized_end=1459
+  _globals['_DECODERESERVED']._serialized_start=1461
+  _globals['_DECODERESERVED']._serialized_end=1500
+  _globals['_DECODEKEPT']._serialized_start=1502
+  _globals['_DECODEKEPT']._serialized_end=1530
+  _globals['_DECODEADOPTED']._serialized_start=1532
+  _globals['_DECODEADOPTED']._serialized_end=1594
+  _globals['_DECODEDONE']._serialized_start=1596
+  _globals['_DECODEDONE']._serialized_end=1656
+  _globals['_GENERATEDTOKEN']._serialized_start=1659
+  _globals['_GENERATEDTOKEN']._serialized_end=1852
+  _globals['_INSPECTREQUEST']._serialized_start=1854
+  _globals['_INSPECTREQUEST']._serialized_end=1870
+  _globals['_INSPECTRESPONSE']._serialized_start=1873
+  _globals['_INSPECTRESPONSE']._serialized_end=2203
+  _globals['_POOLBOOKS']._serialized_start=2206
+  _globals['_POOLBOOKS']._serialized_end=2354
+  _globals['_DRAINREQUEST']._serialized_start=2356
+  _globals['_DRAINREQUEST']._serialized_end=2370
+  _globals['_DRAINRESPONSE']._serialized_start=2372
+  _globals['_DRAINRESPONSE']._serialized_end=2387
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=2389
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=2408
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=2410
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=2450
+  _globals['_PREFILLWORKER']._serialized_start=2452
+  _globals['_PREFILLWORKER']._serialized_end=2534
+  _globals['_DECODEWORKER']._serialized_start=2536
+  _globals['_DECODEWORKER']._serialized_end=2614
+  _globals['_WORKERADMIN']._serialized_start=2617
+  _globals['_WORKERADMIN']._serialized_end=2837
 # @@protoc_insertion_point(module_scope)

@@ -120,22 +120,30 @@ class PrefillSource(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("reserved", "adopted", "token", "done")
+    __slots__ = ("reserved", "adopted", "token", "done", "kept")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     reserved: DecodeReserved
     adopted: DecodeAdopted
     token: GeneratedToken
     done: DecodeDone
-    def __init__(self, reserved: _Optional[_Union[DecodeReserved, _Mapping]] = ..., adopted: _Optional[_Union[DecodeAdopted, _Mapping]] = ..., token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., done: _Optional[_Union[DecodeDone, _Mapping]] = ...) -> None: ...
+    kept: DecodeKept
+    def __init__(self, reserved: _Optional[_Union[DecodeReserved, _Mapping]] = ..., adopted: _Optional[_Union[DecodeAdopted, _Mapping]] = ..., token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., done: _Optional[_Union[DecodeDone, _Mapping]] = ..., kept: _Optional[_Union[DecodeKept, _Mapping]] = ...) -> None: ...
 
 class DecodeReserved(_message.Message):
     __slots__ = ("cached_blocks",)
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     cached_blocks: int
     def __init__(self, cached_blocks: _Optional[int] = ...) -> None: ...
+
+class DecodeKept(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class DecodeAdopted(_message.Message):
     __slots__ = ("shipped_blocks", "shipped_bytes")
@@ -210,18 +218,20 @@ class InspectResponse(_message.Message):
     def __init__(self, name: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., pool: _Optional[_Union[PoolBooks, _Mapping]] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., held_requests: _Optional[int] = ..., open_transfers: _Optional[int] = ..., asyncio_tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class PoolBooks(_message.Message):
-    __slots__ = ("total_blocks", "free_blocks", "cached_blocks", "used_blocks", "reserved_blocks")
+    __slots__ = ("total_blocks", "free_blocks", "cached_blocks", "used_blocks", "reserved_blocks", "promised_blocks")
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     free_blocks: int
     cached_blocks: int
     used_blocks: int
     reserved_blocks: int
-    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ...) -> None: ...
+    promised_blocks: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., promised_blocks: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -1,7 +1,8 @@
 """The transfers of one decode rank: how each begins, how it ends, and the timer that ends the rest.
 
-A transfer is live from its order until it is committed, or failed and fenced: no copying thread of
-it runs any more. A prefill rank that calls before the order waits among the early.
+A prefill rank's call comes before the order, which says where its cells are to go: until then the
+rank waits among the early. A transfer is live from its order until it is committed, or failed and
+fenced: no copying thread of it runs any more.
 """
 
 import asyncio
@@ -31,6 +32,14 @@ class Early:
     expires_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A transfer that is to come, and that no prefill rank has called for yet."""
+
+    call: asyncio.Future[None]
+    expires_at: float
+
+
 class Arrivals:
     """Owns every landing from `begin` until it is forgotten."""
 
@@ -46,11 +55,42 @@ class Arrivals:
         self.counts = TransferCounts()
         self.live: dict[ShipmentKey, Landing] = {}
         self.early: dict[ShipmentKey, dict[int, Early]] = {}
+        self.awaited: dict[ShipmentKey, Awaited] = {}
         self.memory = Memory(config.max_remembered)
         self._kv_heads = kv_heads
         self._spec = spec
         self._clock = clock
         self._config = config
+
+    async def called(self, key: ShipmentKey, timeout_s: float) -> None:
+        """Returns once a prefill rank has called. Raises TransferFailed when none will."""
+        if key in self.memory:
+            failure = self.memory.failure(key)
+            raise failure or TransferFailed(Code.FAILED_PRECONDITION, f"transfer {key} is done")
+        if key in self.early:
+            return
+        call = asyncio.get_running_loop().create_future()
+        self.awaited[key] = Awaited(call, self._clock.now() + timeout_s)
+        try:
+            await call
+        finally:
+            self.awaited.pop(key, None)
+
+    def welcome(self, key: ShipmentKey, rank: int, early: Early) -> None:
+        """A prefill rank calls for a transfer that is not ordered yet."""
+        self.early.setdefault(key, {}).setdefault(rank, early)
+        awaited = self.awaited.pop(key, None)
+        if awaited is not None and not awaited.call.done():
+            awaited.call.set_result(None)
+
+    def turn_away(self, key: ShipmentKey, failure: TransferFailed) -> None:
+        """End a transfer that is not ordered yet, for whoever calls or waits."""
+        self.memory.remember(key, failure)
+        for early in self.early.pop(key, {}).values():
+            early.port.post(abort_frame(key, failure))
+        awaited = self.awaited.pop(key, None)
+        if awaited is not None and not awaited.call.done():
+            awaited.call.set_exception(failure)
 
     def begin(self, order: ReceiptOrder) -> Landing:
         """Raises TransferFailed when the transfer has ended, or cannot be what the order says."""
@@ -96,17 +136,17 @@ class Arrivals:
         self.counts.completed += 1
         self.forget(landing)
 
-    async def abort(self, key: ShipmentKey, reason: str, code: Code = Code.CANCELLED) -> None:
-        """Give a transfer up. When this returns, no byte of it will be written any more."""
+    async def abort(self, key: ShipmentKey, reason: str, code: Code = Code.CANCELLED) -> int:
+        """Give a transfer up. When this returns, no byte of it will be written any more; it says
+        how many blocks, from the prompt's first on, hold all this rank's cells.
+        """
         landing = self.live.get(key)
         if landing is not None:
             self.fail(landing, code, reason)
             await landing.settled.wait()
-            return
-        failure = TransferFailed(code, reason)
-        self.memory.remember(key, failure)
-        for early in self.early.pop(key, {}).values():
-            early.port.post(abort_frame(key, failure))
+        else:
+            self.turn_away(key, TransferFailed(code, reason))
+        return self.memory.num_whole_blocks(key)
 
     def fail(self, landing: Landing, code: Code, reason: str) -> None:
         landing.incoming.fail(code, reason)
@@ -137,7 +177,8 @@ class Arrivals:
 
     def forget(self, landing: Landing) -> None:
         del self.live[landing.order.key]
-        self.memory.remember(landing.order.key, landing.incoming.failure)
+        incoming = landing.incoming
+        self.memory.remember(landing.order.key, incoming.failure, incoming.num_whole_blocks)
         landing.settled.set()
 
     def lose(self, port: Port, reason: str) -> None:
@@ -149,8 +190,8 @@ class Arrivals:
                 self.review(landing)
         for key, ranks in list(self.early.items()):
             if rank in ranks and ranks[rank].port is port:
-                del self.early[key]
-                self.memory.remember(key, TransferFailed(Code.UNAVAILABLE, reason))
+                del ranks[rank]  # it cannot be told
+                self.turn_away(key, TransferFailed(Code.UNAVAILABLE, reason))
 
     async def reap(self) -> None:
         while True:
@@ -162,6 +203,11 @@ class Arrivals:
                 if min(early.expires_at for early in ranks.values()) <= now:
                     reason = f"no order for it within {self._config.open_wait_s:g} s"
                     await self.abort(key, f"{self.identity}: {reason}", Code.UNAVAILABLE)
+            for key, awaited in list(self.awaited.items()):
+                if awaited.expires_at <= now:
+                    self.counts.expired += 1
+                    reason = "out of time before any prefill rank called"
+                    self.turn_away(key, TransferFailed(Code.DEADLINE_EXCEEDED, reason))
 
     def _tick(self, landing: Landing, now: float) -> None:
         incoming = landing.incoming

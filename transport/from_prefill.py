@@ -23,7 +23,7 @@ from transport.arrivals import Arrivals, Early, abort_frame, name_of
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.incoming import Verdict
-from transport.landing import CellSink, Landing, land
+from transport.landing import GIVEN_UP, CellSink, Landing, land
 from transport.orders import Code, ShipmentKey, TransferFailed
 from transport.port import Port
 
@@ -89,9 +89,7 @@ class PrefillFrames:
         if body == "abort":
             self._arrivals.early.pop(key, None)
             reason = f"{name_of(hello)} gave up: {frame.abort.reason}"
-            self._arrivals.memory.remember(
-                key, TransferFailed(Code.parse(frame.abort.code), reason)
-            )
+            self._arrivals.turn_away(key, TransferFailed(Code.parse(frame.abort.code), reason))
             port.post(Frame(key=key.to_proto(), drain_ack=DrainAck()))
         elif body == "drain_ack":
             pass  # they read no more, and nothing of theirs is written here
@@ -105,7 +103,7 @@ class PrefillFrames:
         elif body == "open" and len(self._arrivals.early) < self._config.max_remembered:
             expires_at = self._clock.now() + self._config.open_wait_s
             early = Early(port, frame.open, expires_at)
-            self._arrivals.early.setdefault(key, {}).setdefault(hello.prefill_rank, early)
+            self._arrivals.welcome(key, hello.prefill_rank, early)
         elif key not in self._arrivals.early:
             self.counts.stale_frames += 1
 
@@ -161,7 +159,7 @@ class PrefillFrames:
             landing.incoming.fail(Code.INTERNAL, f"layer {chunk.layer} was not written: {error!r}")
         damage = job.result() if error is None else "not written"
         if damage:
-            self.counts.damaged_chunks += error is None
+            self.counts.damaged_chunks += error is None and damage != GIVEN_UP
             self._ask_again(landing, port, chunk, damage)
             return
         landing.incoming.landed(port.link.hello.prefill_rank, chunk)

@@ -76,6 +76,7 @@ class Incoming:
             column += len(heads)
         num_blocks = shape.num_blocks - first_block
         self._claimed_LBH = np.zeros((shape.num_layers, num_blocks, column), dtype=np.bool_)
+        self._landed_LBH = np.zeros_like(self._claimed_LBH)
         self._num_missing = self._claimed_LBH.size
 
     @property
@@ -90,6 +91,12 @@ class Incoming:
     @property
     def whole(self) -> bool:
         return self.state in (Receiving.WHOLE, Receiving.COMMITTED)
+
+    @property
+    def num_whole_blocks(self) -> int:
+        """How many blocks of the prompt, from the first on, hold all this rank's cells."""
+        whole_B = self._landed_LBH.all(axis=(0, 2))
+        return self.first_block + int(np.cumprod(whole_B).sum())
 
     def open(self, rank: int, open_: Open) -> bool:
         """A prefill rank calls. Returns whether it is to be given credit, now or again.
@@ -141,6 +148,8 @@ class Incoming:
         pair.busy.remove(chunk.seq)
         pair.landed.add(chunk.seq)
         pair.asked_again.discard(chunk.seq)
+        first = chunk.first_block - self.first_block
+        self._landed_LBH[chunk.layer, first : first + chunk.num_blocks, pair.columns] = True
         self._num_missing -= chunk.num_blocks * len(pair.heads)
         self.bytes_landed += chunk.payload_bytes
         self._advance()
@@ -239,6 +248,9 @@ class Incoming:
         """Raise unless the bitmap, the counts and the state tell the same story."""
         busy = any(pair.busy for pair in self.pairs.values())
         free = int((~self._claimed_LBH).sum())
+        landed = int(self._landed_LBH.sum())
+        assert landed == self._claimed_LBH.size - self._num_missing, f"{landed} cells landed"
+        assert not (self._landed_LBH & ~self._claimed_LBH).any(), "landed without being claimed"
         assert free <= self._num_missing, f"{free} cells free, {self._num_missing} missing"
         assert busy or free == self._num_missing, f"{self._num_missing - free} cells lost"
         assert not (self.whole and self._num_missing), f"whole without {self._num_missing} cells"

@@ -15,6 +15,8 @@ from transport.incoming import Incoming
 from transport.orders import Receipt, ReceiptOrder
 from transport.port import Port
 
+GIVEN_UP = "the transfer was given up"
+
 
 class CellSink(Protocol):
     """Where cells land: `kvcache.kv_store.KvStore`."""
@@ -56,7 +58,8 @@ def land(
 ) -> str:
     """In a copying thread: verify a chunk and scatter it; says what is wrong with it, if anything.
 
-    A transfer given up meanwhile is not written to: its abort waits for this call to return.
+    A transfer given up meanwhile is not written to: its abort waits for this call to return, and
+    what it says is GIVEN_UP.
     """
     layer = landing.incoming.shape.layers[chunk.layer]
     num_cells = chunk.num_blocks * len(heads) * len(layer.planes)
@@ -76,7 +79,8 @@ def land(
             f"layer {chunk.layer}, block {chunk.first_block + block}, head {heads[head]}, "
             f"plane {layer.planes[plane]}: the digest does not match"
         )
-    if landing.incoming.failure is None:
-        first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
-        sink.scatter_cells(chunk.layer, landing.order.block_table[first:last], heads, cells)
+    if landing.incoming.failure is not None:
+        return GIVEN_UP
+    first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
+    sink.scatter_cells(chunk.layer, landing.order.block_table[first:last], heads, cells)
     return ""

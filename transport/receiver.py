@@ -1,6 +1,7 @@
 """The decode side: takes calls from prefill ranks and lets verified cells into reserved blocks.
 
-`expect` names the blocks a transfer may write and answers when they are whole. Each chunk is
+`called` answers when a prefill rank asks for credit. `expect` then names the blocks that the
+transfer may write, gives credit for them, and answers when they are whole. Each chunk is
 verified in staging by a copying thread, which then scatters it unless the transfer was given up
 meanwhile. `abort` returns only when no such thread runs any more for the transfer, so its blocks
 may be used again at once. One task with its own timer ends what nobody else ends.
@@ -64,6 +65,10 @@ class Receiver:
         """Transfers whose blocks may still be written, or that wait for their commit."""
         return len(self._arrivals.live)
 
+    async def called(self, key: ShipmentKey, timeout_s: float) -> None:
+        """Returns once a prefill rank has called, and waits for credit. Raises TransferFailed."""
+        await self._arrivals.called(key, timeout_s)
+
     async def expect(self, order: ReceiptOrder) -> Receipt:
         """Receive a transfer into `order.block_table`; answers when every cell is in place.
 
@@ -87,9 +92,11 @@ class Receiver:
         """
         self._arrivals.commit(key)
 
-    async def abort(self, key: ShipmentKey, reason: str, code: Code = Code.CANCELLED) -> None:
-        """Give a transfer up. When this returns, no byte of it will be written any more."""
-        await self._arrivals.abort(key, reason, code)
+    async def abort(self, key: ShipmentKey, reason: str, code: Code = Code.CANCELLED) -> int:
+        """Give a transfer up. When this returns, no byte of it will be written any more; it says
+        how many blocks, from the prompt's first on, hold all this rank's cells.
+        """
+        return await self._arrivals.abort(key, reason, code)
 
     def answer(self, hello: Hello) -> Welcome:
         """What to say to a prefill rank that calls. Raises LinkRefused when we cannot work."""
@@ -134,6 +141,8 @@ class Receiver:
         for landing in list(self._arrivals.live.values()):
             self._arrivals.fail(landing, Code.UNAVAILABLE, f"{self.identity} stops")
             await landing.settled.wait()
+        for key in list(self._arrivals.awaited):
+            await self._arrivals.abort(key, f"{self.identity} stops", Code.UNAVAILABLE)
         gone = list(self._ports.values())
         await asyncio.gather(*(port.hang_up(f"{self.identity} stops") for port in self._ports))
         await asyncio.gather(*(event.wait() for event in gone))

@@ -143,7 +143,7 @@ def test_releasing_a_running_prefill_ends_it_and_keeps_nothing() -> None:
 
 def test_an_abandoned_reservation_leaves_nothing_and_names_nothing() -> None:
     worker = SmallWorker(8)
-    request, heard = worker.request([1] * 40)
+    request, heard = worker.request([1] * 40, 20)
     reservation = worker.engine.reserve(request)
     assert worker.engine.books().promised_blocks == 4  # one to grow by
     assert worker.engine.books().reserved_blocks == 0
@@ -209,13 +209,14 @@ def test_promised_blocks_are_cache_until_they_are_bound() -> None:
     books = worker.engine.books()
     assert (books.promised_blocks, books.free_blocks, books.cached_blocks) == (2, 1, 3)
     assert worker.engine.load().free_blocks == 2
-    hits = worker.ask([1] * 48, 1)  # it hits two, owns a third, and needs none of the promised
-    assert (hits.ended, hits.num_cached) == (False, 0) or hits.num_cached == 32
+    assert worker.ask([1] * 32, 1).num_cached == 16
+    needs_more = worker.ask([1] * 48, 1)
+    assert not needs_more.outputs  # there are two for it, and two hits would take both
     worker.engine.bind(reservation)
     assert len(reservation.block_table) == 2
     worker.engine.abandon(reservation)
     worker.drain()
-    assert hits.ended and worker.is_empty()
+    assert needs_more.ended and worker.is_empty()
 
 
 def test_blocks_that_became_resident_after_the_promise_are_not_shipped() -> None:
@@ -225,6 +226,7 @@ def test_blocks_that_became_resident_after_the_promise_are_not_shipped() -> None
     reservation = decode.engine.reserve(request)
     assert reservation.num_cached_blocks == 0
     hand_over(prefill, decode, prompt, 10)
+    decode.drain()
     decode.engine.bind(reservation)
     decode.engine.check()
     assert reservation.num_cached_blocks == 2

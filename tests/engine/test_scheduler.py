@@ -253,14 +253,17 @@ def test_a_reservation_holds_the_whole_prompt_and_leaves_those_before_it_theirs(
     bench.queue(list(range(8)), max_tokens=1)
     bench.run()
     reserved = bench.choice(list(range(10)))
-    assert bench.scheduler.reserve(reserved) == 2
-    assert len(reserved.block_table) == 3
+    bench.scheduler.reserve(reserved)
+    assert (len(reserved.block_table), reserved.num_promised) == (2, 1)
     bench.scheduler.check()
     with pytest.raises(OutOfBlocks, match="need 2 blocks, 1 available"):
         bench.scheduler.reserve(bench.choice([5] * 8))
     bench.queue([6] * 4)
     with pytest.raises(OutOfBlocks, match="2 choices wait for 1 free seats"):
         bench.scheduler.reserve(bench.choice([5]))
+    bench.scheduler.bind(reserved)
+    assert (len(reserved.block_table), reserved.num_promised) == (3, 0)
+    bench.scheduler.check()
     bench.scheduler.adopt(reserved)
     reserved.output.append(7)
     assert bench.pool.match(reserved.names) == 2
@@ -271,4 +274,6 @@ def test_a_prompt_that_is_all_here_is_reserved_whole() -> None:
     bench = Bench()
     bench.queue(list(range(8)), max_tokens=2)
     bench.run()
-    assert bench.scheduler.reserve(bench.choice(list(range(8)))) == 2
+    reserved = bench.choice(list(range(8)))
+    bench.scheduler.reserve(reserved)
+    assert (len(reserved.block_table), reserved.num_promised) == (2, 1)  # for its next token

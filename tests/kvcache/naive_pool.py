@@ -26,6 +26,9 @@ class NaivePool:
     def available(self) -> int:
         return len(self.free) + len(self.cached())
 
+    def num_cached_of(self, names: Iterable[BlockHash]) -> int:
+        return len(self.cached().keys() & set(names))
+
     def take(self, count: int) -> list[int]:
         taken = []
         for _ in range(count):

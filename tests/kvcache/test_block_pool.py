@@ -291,6 +291,50 @@ def test_a_long_life_without_evictions_keeps_the_books_small() -> None:
     assert len(pool.drain_events()) == 2
 
 
+def test_promised_blocks_are_out_of_reach_and_still_cache() -> None:
+    pool = BlockPool(num_blocks=4)
+    names = chain(1, 2, 3)
+    cache(pool, names)
+    pool.promise(3)
+    assert (pool.num_available, pool.num_free, pool.num_cached, pool.num_used) == (1, 1, 3, 0)
+    assert pool.match(names) == 3
+    with pytest.raises(OutOfBlocks, match="need 2 blocks, 1 available"):
+        pool.take(2)
+    with pytest.raises(OutOfBlocks, match="need 3 blocks, 1 available"):
+        pool.share(names)
+    assert pool.share(names[:1]) == [0]
+    with pytest.raises(OutOfBlocks, match="need 1 blocks, 0 available"):
+        pool.promise(1)
+    assert pool.take(2, promised=2) == [3, 2]
+    pool.unpromise(1)
+    assert (pool.num_available, pool.num_promised) == (1, 0)
+    pool.check()
+
+
+def test_a_hit_in_use_by_another_owner_costs_no_promise() -> None:
+    pool = BlockPool(num_blocks=3)
+    names = chain(1, 2)
+    cache(pool, names)
+    pool.share(names)
+    pool.promise(1)
+    assert pool.num_available == 0
+    assert pool.share(names) == [0, 1]
+    pool.check()
+
+
+def test_a_promised_block_is_there_for_a_copy_on_write() -> None:
+    pool = BlockPool(num_blocks=2)
+    (shared,) = pool.take(1)
+    pool.fork([shared])
+    pool.promise(1)
+    with pytest.raises(OutOfBlocks):
+        pool.writable(shared)
+    assert pool.writable(shared, promised=1) == (1, True)
+    assert pool.num_promised == 0
+    assert pool.writable(shared) == (shared, False)
+    pool.check()
+
+
 @dataclass
 class Request:
     tokens: tuple[int, ...]
@@ -309,6 +353,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks=7)
         self.naive = NaivePool(num_blocks=7)
         self.requests: list[Request] = []
+        self.promises: list[int] = []
         self.remote: dict[BlockHash, BlockHash | None] = {}
 
     @rule(tokens=PROMPTS, look_up=st.booleans(), num_named=st.integers(0, 5))
@@ -316,11 +361,15 @@ class AnyHistory(RuleBasedStateMachine):
         request = Request(tuple(tokens), chain(*tokens))
         if look_up:
             matched = self.pool.match(request.names)
+            if self.naive.num_cached_of(request.names[:matched]) > self.available():
+                with pytest.raises(OutOfBlocks):
+                    self.pool.share(request.names)
+                return
             request.block_ids = self.pool.share(request.names)
             assert request.block_ids == self.naive.share(request.names)
             assert len(request.block_ids) == matched
         missing = len(tokens) - len(request.block_ids)
-        if missing > self.naive.available():
+        if missing > self.available():
             with pytest.raises(OutOfBlocks):
                 self.pool.take(missing)
             self.pool.release(reversed(request.block_ids))
@@ -331,6 +380,37 @@ class AnyHistory(RuleBasedStateMachine):
         request.block_ids += taken
         self.requests.append(request)
         self.name(request, num_named)
+
+    def available(self) -> int:
+        return self.naive.available() - sum(self.promises)
+
+    @rule(count=st.integers(0, 7))
+    def promise(self, count: int) -> None:
+        if count > self.available():
+            with pytest.raises(OutOfBlocks):
+                self.pool.promise(count)
+            return
+        self.pool.promise(count)
+        self.promises.append(count)
+
+    @precondition(lambda self: self.promises)
+    @rule(choice=st.integers(0, 99))
+    def unpromise(self, choice: int) -> None:
+        self.pool.unpromise(self.promises.pop(choice % len(self.promises)))
+
+    @precondition(lambda self: self.promises)
+    @rule(choice=st.integers(0, 99), tokens=PROMPTS, num_named=st.integers(0, 5))
+    def bind(self, choice: int, tokens: list[int], num_named: int) -> None:
+        """Of what was promised, some; never fails. The rest is given up."""
+        promised = self.promises.pop(choice % len(self.promises))
+        request = Request(tuple(tokens), chain(*tokens))
+        count = min(promised, len(tokens))
+        request.block_ids = self.pool.take(count, promised=count)
+        self.pool.unpromise(promised - count)
+        assert request.block_ids == self.naive.take(count)
+        if request.block_ids:
+            self.requests.append(request)
+            self.name(request, num_named)
 
     @precondition(lambda self: self.requests)
     @rule(choice=st.integers(0, 99))
@@ -362,7 +442,7 @@ class AnyHistory(RuleBasedStateMachine):
         request = self.requests[choice % len(self.requests)]
         block_id = request.block_ids[-1]
         alone = self.naive.owners[block_id] == 1 and self.naive.name_of(block_id) is None
-        if not alone and not self.naive.available():
+        if not alone and not self.available():
             with pytest.raises(OutOfBlocks):
                 self.pool.writable(block_id)
             return
@@ -407,7 +487,8 @@ class AnyHistory(RuleBasedStateMachine):
         assert set(self.pool.resident()) == set(self.naive.names)
         assert list(self.pool._free) == self.naive.free
         assert self.pool.num_cached == len(self.naive.cached())
-        assert self.pool.num_available == self.naive.available()
+        assert self.pool.num_available == self.available() >= 0
+        assert self.pool.num_promised == sum(self.promises)
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == 7
 
     @invariant()

@@ -99,7 +99,8 @@ async def test_50_cancelled_transfers_whose_ends_are_lost_leave_room_for_the_nex
         async with asyncio.timeout(5):
             while prefill.engine.books().held_requests < 50:
                 await asyncio.sleep(0.005)
-        assert decode.engine.books().reserved_blocks == 50  # whole but for their ends
+            while decode.engine.books().reserved_blocks < 50:  # whole but for their ends
+                await asyncio.sleep(0.005)
         began = time.monotonic()
         for _, decode_leg in legs:
             decode_leg.cancel()

@@ -215,14 +215,13 @@ class AnyHistory(RuleBasedStateMachine):
         prefill, decode = pair
         incoming, way = self.incoming[decode], self.ways[pair]
         chunk, damaged = way.staged.pop(index)
-        if damaged:
-            if incoming.damaged(prefill, chunk, "damaged"):
+        if damaged or incoming.failure is not None:
+            if incoming.damaged(prefill, chunk, "damaged, or not wanted any more"):
                 way.up.append(("nack", chunk.seq))
         else:
-            if incoming.failure is None:
-                for block in range(chunk.first_block, chunk.first_block + chunk.num_blocks):
-                    for head in self.heads(pair):
-                        self.writes[(decode, chunk.layer, block, head)] += 1
+            for block in range(chunk.first_block, chunk.first_block + chunk.num_blocks):
+                for head in self.heads(pair):
+                    self.writes[(decode, chunk.layer, block, head)] += 1
             incoming.landed(prefill, chunk)
             way.up.append(("ack", chunk.seq))
         self.settle(decode)
@@ -348,6 +347,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.books_balance()
             self.nothing_is_written_twice()
             self.whole_means_every_cell()
+            self.whole_blocks_are_those_written_from_the_first_on()
             self.released_means_committed_by_all()
 
     def books_balance(self) -> None:
@@ -368,6 +368,16 @@ class AnyHistory(RuleBasedStateMachine):
                 heads = sum(len(pair.heads) for pair in incoming.pairs.values())
                 cells = 2 * heads * (self.shape.num_blocks - self.first_block)
                 assert sum(key[0] == rank for key in self.writes) == cells
+
+    def whole_blocks_are_those_written_from_the_first_on(self) -> None:
+        for rank, incoming in enumerate(self.incoming):
+            heads = [head for pair in incoming.pairs.values() for head in pair.heads]
+            whole = self.first_block
+            while whole < self.shape.num_blocks and all(
+                self.writes[(rank, layer, whole, head)] for layer in range(2) for head in heads
+            ):
+                whole += 1
+            assert incoming.num_whole_blocks == whole
 
     def released_means_committed_by_all(self) -> None:
         for outgoing in self.outgoing:
