@@ -174,6 +174,7 @@ def _order(
         prefill_instance=source.instance,
         source_intervals=intervals_from(source.kv_head_starts, source.kv_head_stops),
         timeout_s=remaining_s,
+        source_block_size=source.block_size,
     )
 
 

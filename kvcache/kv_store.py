@@ -97,10 +97,7 @@ class KvStore:
 
     def cut(self, block_size: int) -> PoolCells:
         """The same cells, in blocks of fewer tokens. Raises ValueError for what does not divide."""
-        parts, rest = divmod(self.spec.block_size, block_size)
-        if parts < 1 or rest:
-            raise ValueError(f"blocks of {self.spec.block_size} tokens have none of {block_size}")
-        return PoolCells(self.spec, self.kv_heads, self._layers, self.num_blocks, parts)
+        return self._cells.cut(block_size)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `src` to block `dst` for each (src, dst) in turn, in every layer."""

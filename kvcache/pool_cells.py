@@ -36,12 +36,21 @@ class PoolCells:
     ) -> None:
         """With `parts`, part p of block b counts as block b * parts + p, of S / parts slots."""
         self.spec = replace(spec, block_size=spec.block_size // parts)
+        self._whole = spec
         self._kv_heads = kv_heads
         self._layers = layers
         self._num_blocks = num_blocks * parts
         self._parts = parts
         on_host = next(iter(layers.values())).device.type == "cpu"
         self._host = host_cells.load() if on_host else None
+
+    def cut(self, block_size: int) -> "PoolCells":
+        """The same cells, in blocks of fewer tokens. Raises ValueError for what does not divide."""
+        parts, rest = divmod(self.spec.block_size, block_size)
+        if parts < 1 or rest:
+            raise ValueError(f"blocks of {self.spec.block_size} tokens have none of {block_size}")
+        whole, num_blocks = self._whole, self._num_blocks // self._parts
+        return PoolCells(whole, self._kv_heads, self._layers, num_blocks, parts * self._parts)
 
     def gather_cells(
         self,

@@ -49,7 +49,7 @@ class ShipmentReport(_message.Message):
     def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
 
 class ReceiptOrder(_message.Message):
-    __slots__ = ("key", "num_tokens", "first_block", "block_table", "prefill_instance", "kv_head_starts", "kv_head_stops", "timeout_ms")
+    __slots__ = ("key", "num_tokens", "first_block", "block_table", "prefill_instance", "kv_head_starts", "kv_head_stops", "timeout_ms", "source_block_size")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class ReceiptOrder(_message.Message):
     KV_HEAD_STARTS_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_STOPS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     key: _transfer_pb2.ShipmentKey
     num_tokens: int
     first_block: int
@@ -66,7 +67,8 @@ class ReceiptOrder(_message.Message):
     kv_head_starts: _containers.RepeatedScalarFieldContainer[int]
     kv_head_stops: _containers.RepeatedScalarFieldContainer[int]
     timeout_ms: int
-    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., prefill_instance: _Optional[str] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    source_block_size: int
+    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., prefill_instance: _Optional[str] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., source_block_size: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("chunks", "bytes", "first_tokens")

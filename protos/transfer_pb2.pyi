@@ -92,14 +92,16 @@ class Meet(_message.Message):
     def __init__(self, address: _Optional[str] = ..., ticket: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("num_tokens", "num_layers", "heads")
+    __slots__ = ("num_tokens", "num_layers", "heads", "block_size")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     num_layers: int
     heads: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., heads: _Optional[_Iterable[int]] = ...) -> None: ...
+    block_size: int
+    def __init__(self, num_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., heads: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("first_block", "window_bytes")

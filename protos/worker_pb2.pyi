@@ -40,20 +40,22 @@ class PrefillRequest(_message.Message):
     def __init__(self, work: _Optional[_Union[WorkRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., expected_instance: _Optional[str] = ..., target: _Optional[_Union[DecodeTarget, _Mapping]] = ..., wire: _Optional[str] = ..., max_chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeTarget(_message.Message):
-    __slots__ = ("worker", "instance", "epoch", "rank_addresses", "kv_head_starts", "kv_head_stops")
+    __slots__ = ("worker", "instance", "epoch", "rank_addresses", "kv_head_starts", "kv_head_stops", "block_size")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_STARTS_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_STOPS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     worker: str
     instance: str
     epoch: int
     rank_addresses: _containers.RepeatedScalarFieldContainer[str]
     kv_head_starts: _containers.RepeatedScalarFieldContainer[int]
     kv_head_stops: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., rank_addresses: _Optional[_Iterable[str]] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ...) -> None: ...
+    block_size: int
+    def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., rank_addresses: _Optional[_Iterable[str]] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("admitted", "first_tokens", "done")
@@ -106,18 +108,20 @@ class DecodeRequest(_message.Message):
     def __init__(self, work: _Optional[_Union[WorkRequest, _Mapping]] = ..., expected_instance: _Optional[str] = ..., transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., source: _Optional[_Union[PrefillSource, _Mapping]] = ...) -> None: ...
 
 class PrefillSource(_message.Message):
-    __slots__ = ("worker", "instance", "epoch", "kv_head_starts", "kv_head_stops")
+    __slots__ = ("worker", "instance", "epoch", "kv_head_starts", "kv_head_stops", "block_size")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_STARTS_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_STOPS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     worker: str
     instance: str
     epoch: int
     kv_head_starts: _containers.RepeatedScalarFieldContainer[int]
     kv_head_stops: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ...) -> None: ...
+    block_size: int
+    def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("reserved", "adopted", "token", "done", "kept")

@@ -82,6 +82,7 @@ class Work:
                 rank_addresses=target.rank_addresses,
                 kv_head_starts=[start for start, _ in target.kv_intervals],
                 kv_head_stops=[stop for _, stop in target.kv_intervals],
+                block_size=target.manifest.block_size,
             ),
             wire=self.wire,
             max_chunk_tokens=self.max_chunk_tokens,
@@ -101,6 +102,7 @@ class Work:
                     epoch=source.epoch,
                     kv_head_starts=[start for start, _ in source.kv_intervals],
                     kv_head_stops=[stop for _, stop in source.kv_intervals],
+                    block_size=source.manifest.block_size,
                 )
             )
         return request

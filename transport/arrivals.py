@@ -98,23 +98,25 @@ class Arrivals:
             failure = self.memory.failure(order.key)
             reason = f"transfer {order.key} is done"
             raise failure or TransferFailed(Code.FAILED_PRECONDITION, reason)
-        shape = Shape.of(self._spec, order.num_tokens)
+        shape = Shape.of(self._spec, order.num_tokens, order.source_block_size)
+        num_blocks = -(-shape.num_blocks // shape.parts)  # of our own
         if order.key in self.live:
             reason = f"transfer {order.key} is expected already"
         elif order.key.decode_epoch != self.identity.epoch:
             reason = f"this is epoch {self.identity.epoch}, not {order.key.decode_epoch}"
-        elif not 0 <= order.first_block <= shape.num_blocks <= len(order.block_table):
+        elif not 0 <= order.first_block <= num_blocks <= len(order.block_table):
             table = f"{len(order.block_table)} blocks, {order.first_block} of them resident"
-            reason = f"{order.num_tokens} tokens need {shape.num_blocks} blocks; there are {table}"
+            reason = f"{order.num_tokens} tokens need {num_blocks} blocks; there are {table}"
         else:
             reason = ""
         if reason:
             raise TransferFailed(Code.FAILED_PRECONDITION, reason)
         sources = sources_of(self.identity.rank, self._kv_heads, order.source_intervals)
+        first_block = min(order.first_block * shape.parts, shape.num_blocks)
         now = self._clock.now()
         landing = Landing(
             order,
-            Incoming(shape, order.num_tokens, order.first_block, sources, self._config.max_resends),
+            Incoming(shape, order.num_tokens, first_block, sources, self._config.max_resends),
             asyncio.get_running_loop().create_future(),
             expires_at=now + order.timeout_s,
             renew_at=now + self._config.renew_s,

@@ -23,6 +23,10 @@ class CellSource(Protocol):
     @property
     def spec(self) -> CacheSpec: ...
 
+    def cut(self, block_size: int) -> "CellSource":
+        """The same cells, in smaller blocks."""
+        ...
+
     def gather_cells(
         self,
         layer: int,
@@ -60,6 +64,7 @@ class Departure:
                 num_tokens=self.order.num_tokens,
                 num_layers=self.shape.num_layers,
                 heads=pair.heads,
+                block_size=self.shape.block_size,
             ),
         )
 
@@ -96,7 +101,9 @@ def gather(
     """
     if departure.outgoing.over:
         return None
-    run = part.run
+    run, shape = part.run, departure.shape
+    if shape.parts > 1:
+        source = source.cut(shape.block_size)
     if room is None:
         cells = source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens)
         room = np.ascontiguousarray(cells).reshape(-1).data

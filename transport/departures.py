@@ -55,7 +55,8 @@ class Departures:
         if order.key in self.live or order.request_key in self.by_request:
             reason = f"shipment {order.key} of request {order.request_key} is under way"
             raise TransferFailed(Code.FAILED_PRECONDITION, reason)
-        shape, config = Shape.of(self._spec, order.num_tokens), self._config
+        shape = Shape.of(self._spec, order.num_tokens, order.target.block_size)
+        config = self._config
         plans = pair_plans(self._source_intervals, order.target.kv_intervals)
         pairs = {
             plan.decode_rank: OutgoingPair(plan.heads, shape, config.chunk_bytes)

@@ -122,7 +122,9 @@ class PrefillFrames:
             return
         landing.incoming.pairs[hello.prefill_rank].heard_at = self._clock.now()
         if wanted:
-            credit = Credit(first_block=order.first_block, window_bytes=self._config.window_bytes)
+            credit = Credit(
+                first_block=landing.incoming.first_block, window_bytes=self._config.window_bytes
+            )
             port.post(Frame(key=order.key.to_proto(), credit=credit))
 
     async def _take(

@@ -94,9 +94,11 @@ class Incoming:
 
     @property
     def num_whole_blocks(self) -> int:
-        """How many blocks of the prompt, from the first on, hold all this rank's cells."""
+        """How many of our own blocks, from the prompt's first on, hold all this rank's cells."""
         whole_B = self._landed_LBH.all(axis=(0, 2))
-        return self.first_block + int(np.cumprod(whole_B).sum())
+        num_sent = self.first_block + int(np.cumprod(whole_B).sum())
+        ends = num_sent == self.shape.num_blocks  # with a block that need not be full
+        return -(-num_sent // self.shape.parts) if ends else num_sent // self.shape.parts
 
     def open(self, rank: int, open_: Open) -> bool:
         """A prefill rank calls. Returns whether it is to be given credit, now or again.
@@ -112,6 +114,12 @@ class Incoming:
             raise TransferFailed(
                 Code.FAILED_PRECONDITION,
                 f"prefill rank {rank} offers (tokens, layers, heads) {theirs}, we expect {ours}",
+            )
+        if open_.block_size not in (0, self.shape.block_size):
+            raise TransferFailed(
+                Code.FAILED_PRECONDITION,
+                f"prefill rank {rank} offers blocks of {open_.block_size} tokens, "
+                f"we expect {self.shape.block_size}",
             )
         pair.opened = True
         if self.state is Receiving.RESERVED:

@@ -24,6 +24,10 @@ class CellSink(Protocol):
     @property
     def spec(self) -> CacheSpec: ...
 
+    def cut(self, block_size: int) -> "CellSink":
+        """The same cells, in smaller blocks."""
+        ...
+
     def scatter_cells(
         self, layer: int, block_ids: Sequence[int], heads: Sequence[int], cells: NDArray[np.uint8]
     ) -> None: ...
@@ -81,6 +85,9 @@ def land(
         )
     if landing.incoming.failure is not None:
         return GIVEN_UP
-    first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
-    sink.scatter_cells(chunk.layer, landing.order.block_table[first:last], heads, cells)
+    first, shape = chunk.first_block, landing.incoming.shape
+    block_ids = shape.part_ids(landing.order.block_table, first, first + chunk.num_blocks)
+    if shape.parts > 1:
+        sink = sink.cut(shape.block_size)
+    sink.scatter_cells(chunk.layer, block_ids, heads, cells)
     return ""

@@ -84,6 +84,7 @@ class Target:
     epoch: int
     rank_addresses: tuple[str, ...]
     kv_intervals: tuple[HeadInterval, ...]
+    block_size: int = 0  # tokens; 0: as the prefill worker's
 
     @classmethod
     def from_proto(cls, target: worker_pb2.DecodeTarget) -> "Target":
@@ -94,7 +95,9 @@ class Target:
             raise ValueError(
                 f"{target.worker}: {len(addresses)} rank addresses, {len(intervals)} head intervals"
             )
-        return cls(target.worker, target.instance, target.epoch, addresses, intervals)
+        return cls(
+            target.worker, target.instance, target.epoch, addresses, intervals, target.block_size
+        )
 
     def to_proto(self) -> worker_pb2.DecodeTarget:
         return worker_pb2.DecodeTarget(
@@ -104,6 +107,7 @@ class Target:
             rank_addresses=self.rank_addresses,
             kv_head_starts=[interval.start for interval in self.kv_intervals],
             kv_head_stops=[interval.stop for interval in self.kv_intervals],
+            block_size=self.block_size,
         )
 
 
@@ -157,11 +161,12 @@ class ShipmentReport:
 class ReceiptOrder:
     key: ShipmentKey
     num_tokens: int  # of the whole prompt
-    first_block: int  # blocks before it are resident, and are not written
+    first_block: int  # blocks (ours) before it are resident, and are not written
     block_table: tuple[int, ...]  # of the whole prompt
     prefill_instance: str
     source_intervals: tuple[HeadInterval, ...]  # the KV heads of each prefill rank
     timeout_s: float
+    source_block_size: int = 0  # tokens; 0: as ours
 
     @classmethod
     def from_proto(cls, order: rank_pb2.ReceiptOrder) -> "ReceiptOrder":
@@ -173,6 +178,7 @@ class ReceiptOrder:
             order.prefill_instance,
             intervals_from(order.kv_head_starts, order.kv_head_stops),
             order.timeout_ms / 1000,
+            order.source_block_size,
         )
 
     def to_proto(self) -> rank_pb2.ReceiptOrder:
@@ -185,6 +191,7 @@ class ReceiptOrder:
             kv_head_starts=[interval.start for interval in self.source_intervals],
             kv_head_stops=[interval.stop for interval in self.source_intervals],
             timeout_ms=round(self.timeout_s * 1000),
+            source_block_size=self.source_block_size,
         )
 
 

@@ -17,7 +17,10 @@ MAX_ASKS = 16  # for one chunk, repeated questions included
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks of a prompt in one layer, whose KV is complete."""
+    """Consecutive blocks of a prompt in one layer, whose KV is complete.
+
+    The engine's own blocks until it is cut, blocks of the wire from then on.
+    """
 
     layer: int
     first_block: int
@@ -30,6 +33,19 @@ class Run:
             f"block {last}" if last == self.first_block else f"blocks {self.first_block}-{last}"
         )
         return f"layer {self.layer}, {blocks}"
+
+
+def cut(run: Run, shape: Shape) -> Run:
+    """The same run, of our own blocks, in blocks of the wire."""
+    parts = shape.parts
+    if parts == 1:
+        return run
+    stop, tail = len(run.block_ids) * parts, None
+    if run.tail_tokens is not None:
+        stop -= parts - -(-run.tail_tokens // shape.block_size)
+        tail = run.tail_tokens % shape.block_size or None
+    ids = tuple(shape.part_ids(run.block_ids, 0, stop))
+    return Run(run.layer, run.first_block * parts, ids, tail)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ One decode rank, which has set blocks aside:
 Terminal states absorb whatever comes late: a success never overrides a failure.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
 
@@ -100,17 +100,32 @@ def moved(moves: Mapping[S, set[S]], old: S, new: S) -> S:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The cells of one prompt."""
+    """The cells of one prompt on the wire, whose blocks are as large as the smaller of both ends'.
+
+    One of this end's own blocks is `parts` of them: part p of block b has the id b * parts + p.
+    """
 
     num_blocks: int
+    block_size: int  # tokens
     layers: tuple[LayerCells, ...]
+    parts: int = 1
 
     @classmethod
-    def of(cls, spec: CacheSpec, num_tokens: int) -> "Shape":
+    def of(cls, spec: CacheSpec, num_tokens: int, peer_block_size: int = 0) -> "Shape":
+        """`peer_block_size` 0 is like ours. Raises ValueError for what cannot be carried."""
         if num_tokens < 1:
             raise ValueError(f"a prompt of {num_tokens} tokens has no cells")
-        return cls(-(-num_tokens // spec.block_size), layer_cells(spec))
+        peer = replace(spec, block_size=peer_block_size or spec.block_size)
+        peer.validate()
+        wire = min(spec, peer, key=lambda either: either.block_size)
+        size = wire.block_size
+        return cls(-(-num_tokens // size), size, layer_cells(wire), spec.block_size // size)
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def part_ids(self, block_table: Sequence[int], first: int, stop: int) -> list[int]:
+        """The wire's blocks `first` to `stop` of a prompt that lies in our blocks `block_table`."""
+        parts = self.parts
+        return [block_table[i // parts] * parts + i % parts for i in range(first, stop)]

@@ -31,7 +31,7 @@ from transport.orders import (
     ShipmentOrder,
     ShipmentReport,
 )
-from transport.outgoing import Run
+from transport.outgoing import Run, cut
 from transport.peers import Peers
 from transport.pumps import Pumps
 
@@ -169,7 +169,7 @@ class Shipper:
             reason = f"{self.identity} sealed after the last: {note}"
             self._departures.fail(departure, Code.INTERNAL, reason)
         elif isinstance(note, Sealed):
-            outgoing.seal(note.run)
+            outgoing.seal(cut(note.run, departure.shape))
         else:
             departure.first_tokens = note.first_tokens
             outgoing.finish()

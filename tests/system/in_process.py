@@ -185,6 +185,7 @@ def prefill_request(
             rank_addresses=decode.addresses,
             kv_head_starts=[run.start for run in heads],
             kv_head_stops=[run.stop for run in heads],
+            block_size=decode.parts[0].spec.block_size,
         ),
     )
 
@@ -202,6 +203,7 @@ def decode_request(
         request.source.epoch = prefill.identity.epoch
         request.source.kv_head_starts.extend(run.start for run in heads)
         request.source.kv_head_stops.extend(run.stop for run in heads)
+        request.source.block_size = prefill.parts[0].spec.block_size
     return request
 
 

@@ -5,7 +5,7 @@ import gc
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from engine.clock import Clock, MonotonicClock
 from kvcache.head_map import HeadInterval, HeadMap
-from kvcache.kv_store import KvStore
+from kvcache.kv_store import KvLayout, KvStore
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Hello
 from protos.transfer_pb2_grpc import add_TransferServicer_to_server
@@ -138,9 +138,15 @@ async def settled_tasks() -> int:
     return len(asyncio.all_tasks())
 
 
-def filled_store(spec: CacheSpec, kv_heads: HeadInterval, num_blocks: int, seed: int) -> KvStore:
+def filled_store(
+    spec: CacheSpec,
+    kv_heads: HeadInterval,
+    num_blocks: int,
+    seed: int,
+    layout: KvLayout = KvLayout.HEAD_MAJOR,
+) -> KvStore:
     """A store whose bytes depend on layer, block, plane, global head, slot and `seed` alone."""
-    store = KvStore(spec, kv_heads, num_blocks)
+    store = KvStore(spec, kv_heads, num_blocks, layout=layout)
     for layer in range(store.num_layers):
         pool_NPHSD = store.layer(layer)
         for head in kv_heads:
@@ -163,12 +169,16 @@ class Side:
 
 @dataclass
 class Cluster:
-    """A prefill group and a decode group joined by one wire."""
+    """A prefill group and a decode group joined by one wire.
+
+    `spec` is the prefill group's; the decode group's differs in nothing but its block size.
+    """
 
     spec: CacheSpec
     wire: str
     prefill: Side
     decode: Side
+    decode_block_size: int
     num_transfers: int = 0
 
     def key(self) -> ShipmentKey:
@@ -177,7 +187,8 @@ class Cluster:
 
     def target(self) -> Target:
         addresses = tuple(self.decode.addresses)
-        return Target("decode-0", "d1", 1, addresses, self.decode.intervals)
+        intervals, size = self.decode.intervals, self.decode_block_size
+        return Target("decode-0", "d1", 1, addresses, intervals, size)
 
     def ship_orders(self, key: ShipmentKey, num_tokens: int) -> ShipmentOrder:
         request_key = int.from_bytes(key.transfer_id, "big")
@@ -199,6 +210,7 @@ class Cluster:
             "p1",
             self.prefill.intervals,
             timeout_s,
+            self.spec.block_size,
         )
 
     def ship(self, key: ShipmentKey, num_tokens: int) -> "list[asyncio.Task[ShipmentReport]]":
@@ -260,8 +272,14 @@ class Cluster:
     def check_blocks(
         self, num_tokens: int, source: Sequence[int], target: Sequence[int], first_block: int = 0
     ) -> None:
-        """Every written slot equals the prefill group's, the tail's unwritten slots are zero."""
-        block_size = self.spec.block_size
+        """Every written slot equals the prefill group's.
+
+        Slots past the prompt are zero to the end of the last block sent, and untouched after it.
+        """
+        theirs_size, ours_size = self.spec.block_size, self.decode_block_size
+        unit = min(theirs_size, ours_size)
+        first_token = first_block * ours_size
+        last_sent = -(-num_tokens // unit) * unit
         for rank, interval in enumerate(self.decode.intervals):
             for head in interval:
                 owner = next(i for i, held in enumerate(self.prefill.intervals) if head in held)
@@ -269,11 +287,13 @@ class Cluster:
                 for layer in range(self.spec.num_layers):
                     sent_NPHSD = self.prefill.stores[owner].layer(layer)
                     got_NPHSD = self.decode.stores[rank].layer(layer)
-                    for index in range(first_block, self.spec.blocks_needed(num_tokens)):
-                        want_PSD = sent_NPHSD[source[index], :, theirs].clone()
-                        want_PSD[:, max(0, num_tokens - index * block_size) :] = 0
-                        got_PSD = got_NPHSD[target[index], :, head - interval.start]
-                        assert torch.equal(got_PSD, want_PSD), (rank, head, layer, index)
+                    for token in range(first_token, last_sent):
+                        block, slot = divmod(token, theirs_size)
+                        want_PD = sent_NPHSD[source[block], :, theirs, slot].clone()
+                        want_PD[...] = want_PD if token < num_tokens else 0
+                        block, slot = divmod(token, ours_size)
+                        got_PD = got_NPHSD[target[block], :, head - interval.start, slot]
+                        assert torch.equal(got_PD, want_PD), (rank, head, layer, token)
 
     def snapshot(self) -> list[np.ndarray]:
         return [
@@ -290,6 +310,8 @@ async def cluster(
     decode_tp: int = 1,
     *,
     spec: CacheSpec = SPEC,
+    decode_block_size: int = 0,
+    layouts: tuple[KvLayout, KvLayout] = (KvLayout.HEAD_MAJOR, KvLayout.HEAD_MAJOR),
     num_query_heads: int = 9,
     num_blocks: int = 24,
     config: TransportConfig = QUICK,
@@ -300,9 +322,18 @@ async def cluster(
     clock = clock or MonotonicClock()
     prefill_map = HeadMap.even(num_query_heads, spec.num_kv_heads, prefill_tp).kv
     decode_map = HeadMap.even(num_query_heads, spec.num_kv_heads, decode_tp).kv
-    sources = [filled_store(spec, interval, num_blocks, seed=1) for interval in prefill_map]
-    targets = [filled_store(spec, interval, num_blocks, seed=2) for interval in decode_map]
-    made = Cluster(spec, net.wire, Side(prefill_map, sources), Side(decode_map, targets))
+    sizes = (spec.block_size, decode_block_size or spec.block_size)
+    sources, targets = (
+        [
+            filled_store(replace(spec, block_size=size), interval, num_blocks, seed, layout)
+            for interval in head_map
+        ]
+        for seed, (size, head_map, layout) in enumerate(
+            zip(sizes, (prefill_map, decode_map), layouts, strict=True), start=1
+        )
+    )
+    prefill, decode = Side(prefill_map, sources), Side(decode_map, targets)
+    made = Cluster(spec, net.wire, prefill, decode, sizes[1])
     async with AsyncExitStack() as stack:
         for rank, (interval, store) in enumerate(zip(decode_map, targets, strict=True)):
             identity = Identity("decode-0", "d1", 1, rank)
