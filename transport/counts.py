@@ -17,4 +17,5 @@ class TransferCounts:
     stale_frames: int = 0  # of another epoch or attempt, or of a transfer nobody knows
     late_frames: int = 0  # of a transfer that has ended
     links_lost: int = 0
+    ends_asked: int = 0  # of shipments whose link went between the last chunk and Commit
     links_refused: int = 0

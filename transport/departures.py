@@ -125,14 +125,23 @@ class Departures:
             self.done_requests.popitem(last=False)
         departure.drained.set()
 
-    def lose(self, port: Port, reason: str) -> None:
+    def lose(self, port: Port, reason: str) -> list[Departure]:
+        """Fails what still had to be sent. Of those that it returns all was sent, and decode may
+        have committed: whoever can dial asks it.
+        """
         self.counts.links_lost += 1
         rank = port.link.welcome.decode_rank
+        unknown = []
         for departure in list(self.live.values()):
-            if departure.ports.get(rank) is port and not departure.outgoing.pairs[rank].committed:
-                where = departure.outgoing.pairs[rank].where()
-                lost = f"the link to {departure.name_of(rank)} is lost at {where}: {reason}"
-                self.fail(departure, Code.UNAVAILABLE, lost)
+            pair = departure.outgoing.pairs.get(rank)
+            if departure.ports.get(rank) is not port or pair is None or pair.committed:
+                continue
+            if pair.seal_sent and not departure.outgoing.over:
+                unknown.append(departure)
+                continue
+            lost = f"the link to {departure.name_of(rank)} is lost at {pair.where()}: {reason}"
+            self.fail(departure, Code.UNAVAILABLE, lost)
+        return unknown
 
     def tick(self, now: float) -> None:
         """Remind and renew where nothing has been heard, and give up where that lasts too long."""

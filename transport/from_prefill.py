@@ -59,6 +59,7 @@ class PrefillFrames:
         if landing is None:
             self._handle_unknown(port, key, frame)
             return
+        self._move(landing, port)
         if frame.HasField("open"):
             self.open(landing, port, frame.open)
         if landing.ports.get(hello.prefill_rank) is not port:
@@ -74,6 +75,14 @@ class PrefillFrames:
                 landing.drains.append(port)
                 reason = f"{name_of(hello)} gave up: {frame.abort.reason}"
                 self._arrivals.fail(landing, Code.parse(frame.abort.code), reason)
+
+    def _move(self, landing: Landing, port: Port) -> None:
+        """A prefill rank whose link went after it had sent all goes on over its next one."""
+        rank = port.link.hello.prefill_rank
+        bound = landing.ports.get(rank)
+        if bound is not None and not bound.open and port.open:
+            landing.ports[rank] = port
+            landing.incoming.pairs[rank].gone = ""
 
     def _drop_stale(self, port: Port, key: ShipmentKey, frame: Frame) -> None:
         """A frame of another life of ours or theirs; one that asks for an answer gets a no."""

@@ -40,25 +40,46 @@ class Pumps:
         for rank in departure.outgoing.pairs:
             self._departures.spawn(departure, self._open(departure, rank))
 
+    def ask_again(self, departure: Departure, rank: int, lost: str) -> None:
+        """The link went after all was sent: over a new one, ask whether decode has committed."""
+        self.counts.ends_asked += 1
+        self._departures.spawn(departure, self._ask(departure, rank, lost))
+
     async def _open(self, departure: Departure, rank: int) -> None:
         try:
-            port = await self._peers.port_to(departure.order, rank)
+            port = await self._dial(departure, rank)
         except TransferFailed as failure:
             self._departures.fail(departure, failure.code, failure.reason)
             return
-        except Exception as error:  # a wire that this machine cannot make: nobody else would say so
-            where = f"{departure.name_of(rank)} over {departure.order.wire}"
-            reason = f"cannot open a link to {where}: {type(error).__name__}: {error}"
-            self._departures.fail(departure, Code.UNAVAILABLE, reason)
-            return
-        if not port.open:
-            self._departures.fail(departure, Code.UNAVAILABLE, f"{departure.name_of(rank)} hung up")
-            return
-        departure.ports[rank] = port
         departure.outgoing.pairs[rank].heard_at = self._clock.now()
         port.post(departure.open_frame(rank))
         for _ in range(PUMPS):
             self._departures.spawn(departure, self._pump(departure, rank, port))
+
+    async def _ask(self, departure: Departure, rank: int, lost: str) -> None:
+        """Decode answers with its Commit, now or when it commits, or with why it gave up."""
+        try:
+            port = await self._dial(departure, rank)
+        except TransferFailed as failure:
+            reason = f"the link is lost ({lost}), and whether decode has committed is not known"
+            self._departures.fail(departure, Code.UNAVAILABLE, f"{reason}: {failure.reason}")
+            return
+        port.post(departure.seal_frame(rank, self._own_rank))
+
+    async def _dial(self, departure: Departure, rank: int) -> Port:
+        """The departure's port to a decode rank from now on. Raises TransferFailed."""
+        try:
+            port = await self._peers.port_to(departure.order, rank)
+        except TransferFailed:
+            raise
+        except Exception as error:  # a wire that this machine cannot make: nobody else would say so
+            where = f"{departure.name_of(rank)} over {departure.order.wire}"
+            reason = f"cannot open a link to {where}: {type(error).__name__}: {error}"
+            raise TransferFailed(Code.UNAVAILABLE, reason) from error
+        if not port.open:
+            raise TransferFailed(Code.UNAVAILABLE, f"{departure.name_of(rank)} hung up")
+        departure.ports[rank] = port
+        return port
 
     async def _pump(self, departure: Departure, rank: int, port: Port) -> None:
         outgoing, pair = departure.outgoing, departure.outgoing.pairs[rank]

@@ -33,6 +33,7 @@ from transport.orders import (
 )
 from transport.outgoing import Run, cut
 from transport.peers import Peers
+from transport.port import Port
 from transport.pumps import Pumps
 
 
@@ -60,7 +61,7 @@ class Shipper:
             manifest_digest,
             config.send_timeout_s,
             DecodeFrames(self._departures, clock).handle,
-            self._departures.lose,
+            self._lose,
         )
         self._pumps = Pumps(self._departures, self._peers, store, self._copiers, clock)
         self._inbox = Inbox(self._read_note)
@@ -148,6 +149,11 @@ class Shipper:
         departure.outgoing.advance()
         self._departures.review(departure)
         return departure
+
+    def _lose(self, port: Port, reason: str) -> None:
+        rank = port.link.welcome.decode_rank
+        for departure in self._departures.lose(port, reason):
+            self._pumps.ask_again(departure, rank, reason)
 
     # what the engine says
 

@@ -285,6 +285,80 @@ async def test_prefill_gone_after_any_number_of_blocks_fails_decode_at_once(
         assert receiver.open_transfers == 0
 
 
+class Keeping:
+    """Keeps the links it makes, for a test to cut."""
+
+    def __init__(self, inner: Connector) -> None:
+        self._inner = inner
+        self.links: list[Link] = []
+
+    async def connect(self, address: str, hello: Hello) -> Link:
+        self.links.append(await self._inner.connect(address, hello))
+        return self.links[-1]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_link_lost_before_the_commit_is_dialled_again_and_the_end_asked_for(
+    wire: str,
+) -> None:
+    """Decode holds every cell, and its commit comes over the next link."""
+    kept: list[Keeping] = []
+
+    def keep(inner: Connector) -> Connector:
+        kept.append(Keeping(inner))
+        return kept[-1]
+
+    async with network(wire) as net, cluster(net, wrap=keep) as group:
+        key = group.key()
+        (shipper,), (receiver,) = group.prefill.shippers, group.decode.receivers
+        (expected,), (shipped,) = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
+        group.seal_all(key, NUM_TOKENS, SOURCE)
+        async with asyncio.timeout(5):
+            await expected
+            await kept[0].links[0].close("the cable is out")
+            await soon(lambda: len(kept[0].links) == 2)
+            await group.commit(key)
+            await shipped
+        group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+        assert (shipper.counts.ends_asked, shipper.counts.completed) == (1, 1)
+        assert (shipper.open_shipments, receiver.open_transfers) == (0, 0)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_commit_lost_with_its_link_is_asked_for_over_the_next(wire: str) -> None:
+    cuts = 1
+
+    async def cut(frame: Frame, payload: memoryview | None) -> list[Item]:
+        nonlocal cuts
+        if cuts and frame.HasField("commit"):
+            cuts -= 1
+            raise Cut("the cable is out")
+        return [(frame, payload)]
+
+    async with network(wire) as net, cluster(net, wrap=with_fault(incoming=cut)) as group:
+        async with asyncio.timeout(5):
+            await carry_whole(group)
+        (shipper,), (receiver,) = group.prefill.shippers, group.decode.receivers
+        assert (shipper.counts.ends_asked, shipper.counts.completed) == (1, 1)
+        assert (shipper.open_shipments, receiver.open_transfers) == (0, 0)
+
+
+async def test_a_link_lost_after_the_last_chunk_to_a_decode_that_gave_up_says_why() -> None:
+    async def cut(frame: Frame, payload: memoryview | None) -> list[Item]:
+        if frame.HasField("seal_all") and shipper.counts.ends_asked == 0:
+            raise Cut("the cable is out")
+        return [(frame, payload)]
+
+    async with network("grpc") as net, cluster(net, wrap=with_fault(cut)) as group:
+        (shipper,) = group.prefill.shippers
+        key = group.key()
+        expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
+        group.seal_all(key, NUM_TOKENS, SOURCE)
+        receiver_failure, sender_failure = await failures(*expected, *shipped)
+        assert receiver_failure.code == sender_failure.code == "UNAVAILABLE"
+        assert receiver_failure.reason in sender_failure.reason
+
+
 async def test_a_broken_link_is_dialled_again() -> None:
     cuts = 1
 
