@@ -41,12 +41,17 @@ OWN_FAULT = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNKNO
 
 
 class AttemptFailed(Exception):
-    """The attempt is over and its legs are closed; `ends` says how those that failed ended."""
+    """The attempt is over and its legs are closed; `ends` says how those that failed ended, and
+    `kept_blocks` how much of the prompt decode has cached of what had come.
+    """
 
-    def __init__(self, work: Work, ends: Iterable[Ended], adopted: bool) -> None:
+    def __init__(
+        self, work: Work, ends: Iterable[Ended], adopted: bool, kept_blocks: int = 0
+    ) -> None:
         self.work = work
         self.ends = list(ends)
         self.adopted = adopted
+        self.kept_blocks = kept_blocks
         super().__init__("; ".join(str(end) for end in self.ends))
 
     @property
@@ -97,6 +102,7 @@ class Attempt:
         self._clock = clock
         self._deadline = deadline
         self._ends: dict[Role, Ended] = {}
+        self._kept_blocks = 0
         self._give_up_at: float | None = None
         self._last_words = frozenset(Role) if work.prefill else frozenset({Role.DECODE})
 
@@ -165,6 +171,8 @@ class Attempt:
                 yield from self._add(event.token)
             case "done":
                 self._journey.decode_done(event.done)
+            case "kept":
+                self._kept_blocks = event.kept.blocks
 
     def _add(self, token: wpb.GeneratedToken) -> Iterable[pb.GenerateResponse]:
         for response in self._transcript.add(token):
@@ -198,7 +206,7 @@ class Attempt:
         if not ends and early is not None:
             unknown = grpc.StatusCode.UNKNOWN
             ends = [Ended(Role.DECODE, early.worker, unknown, "ended before its last token")]
-        return AttemptFailed(self.work, ends, self.adopted)
+        return AttemptFailed(self.work, ends, self.adopted, self._kept_blocks)
 
     def _nearly_due(self) -> bool:
         return self._deadline - self._clock.now() < NEARLY_S

@@ -125,9 +125,14 @@ class Fleet:
         names: BlockNames,
         without: Mapping[Party, str] | None = None,
         *,
+        kept: Mapping[str, int] | None = None,
         trusting: bool = False,
     ) -> Snapshot:
-        """What one decision is made from. `without` excludes parties; `trusting` forgets doubts."""
+        """What one decision is made from. `without` excludes parties; `trusting` forgets doubts.
+
+        `kept` says how many of the prompt's tokens an instance holds that the index may not have
+        heard of yet.
+        """
         self.refresh()
         excluded = without or {}
 
@@ -136,6 +141,9 @@ class Fleet:
 
         workers = list(self._workers.values())
         matched = self._matches(names)
+        for instance, kept_tokens in (kept or {}).items():
+            if (worker := self._workers.get(instance)) is not None:
+                matched[worker.name] = max(matched.get(worker.name, 0), kept_tokens)
         links = self._link_bytes_per_ms
         return take_snapshot(num_tokens, key, workers, matched, links, refused)
 

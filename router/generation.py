@@ -63,6 +63,7 @@ class _Served:
     deadline: float
     names: BlockNames
     without: dict[Party, str] = field(default_factory=dict)  # who failed it, and why
+    kept: dict[str, int] = field(default_factory=dict)  # by instance: tokens that attempts left it
 
 
 class Handler:
@@ -227,11 +228,12 @@ class Handler:
         names: BlockNames,
         without: dict[Party, str],
         pins: policy.Pins | None = None,
+        kept: dict[str, int] | None = None,
     ) -> tuple[Snapshot, policy.Decision]:
         """Those in doubt are asked only where nobody else is left."""
         for trusting in (False, True):
             snapshot = self._fleet.snapshot(
-                len(request.prompt), request.digest(), names, without, trusting=trusting
+                len(request.prompt), request.digest(), names, without, kept=kept, trusting=trusting
             )
             decision = policy.choose(
                 snapshot.prompt, snapshot.replicas, pins or request.pins, self._weights
@@ -277,7 +279,9 @@ class Handler:
             if pins.prefill:
                 raise end(f"{attempts} attempts were made")
             pins = replace(pins, no_prefill=True)
-        snapshot, decision = self._choose(served.request, served.names, served.without, pins)
+        snapshot, decision = self._choose(
+            served.request, served.names, served.without, pins, served.kept
+        )
         if decision.chosen is None:
             raise end(decision.reason)
         if failure.shed is not None and failure.work.prefill and decision.chosen.prefill is None:
@@ -297,6 +301,9 @@ class Handler:
     def _went_wrong(self, served: _Served, failure: AttemptFailed) -> None:
         blamed = failure.blamed()
         served.without.update(blamed)
+        if failure.kept_blocks:
+            decode = failure.work.decode.record
+            served.kept[decode.instance] = failure.kept_blocks * decode.manifest.block_size
         for end in failure.ends:
             self._metrics.worker_failures.labels(worker=end.worker.name, code=end.code.name).inc()
         if failure.final is None and failure.shed is None:
@@ -308,6 +315,7 @@ class Handler:
             attempt=served.journey.attempts,
             tokens=served.transcript.num_tokens,
             adopted=failure.adopted,
+            kept_blocks=failure.kept_blocks,
             reason=str(failure),
         )
 

@@ -25,6 +25,7 @@ from tests.router.fakes import (
     Script,
     adopted,
     busy,
+    decode_script,
     eventually,
     first_tokens,
     ids_of,
@@ -141,6 +142,34 @@ async def test_when_no_prefill_serves_decode_computes_the_prompt(cluster: FakeCl
     assert ids_of(events) == ALL
     assert (usage_of(events).journey.attempts, usage_of(events).journey.prefill) == (3, "")
     assert decode.requests[-1].transfer_id == b""
+    await cluster.check()
+
+
+@pytest.mark.parametrize(("kept_blocks", "next_prefill"), [(0, "prefill-1"), (3, "")])
+async def test_what_decode_kept_of_a_failed_transfer_counts_in_the_next_choice(
+    cluster: FakeCluster, kept_blocks: int, next_prefill: str
+) -> None:
+    """With one block of four left to compute, decode is cheaper than a slow prefill and its way."""
+
+    async def keeping(worker: FakeWorker, asked: wpb.DecodeRequest) -> AsyncIterator[object]:
+        if asked.source.worker == "prefill-0":
+            yield wpb.DecodeEvent(reserved=wpb.DecodeReserved())
+            yield wpb.DecodeEvent(kept=wpb.DecodeKept(blocks=kept_blocks))
+            raise Abort(UNAVAILABLE, "the link to prefill-0 is lost")
+        async for event in decode_script(worker, asked):
+            yield event
+
+    await cluster.add("prefill-0", aborting(UNAVAILABLE, "killed", after=1))
+    await cluster.add("prefill-1", load=busy(prefill_ms_per_token=30.0))
+    await cluster.add("decode-0", keeping)
+    events = await cluster.ask(**without_pins())
+    assert ids_of(events) == ALL
+    assert (usage_of(events).journey.attempts, usage_of(events).journey.prefill) == (
+        2,
+        next_prefill,
+    )
+    (failed,) = cluster.log("attempt.failed")
+    assert failed["kept_blocks"] == kept_blocks
     await cluster.check()
 
 
