@@ -2,7 +2,8 @@
 
     start      a store on a loopback socket of ours; ranks 1.. spawned as `python -m MODULE`
     meet       small JSON notes through the store: settings one way, addresses the other
-    connect    a process group of exactly these ranks, beside torch's global one
+    connect    shared memory, as ranks without GPUs are on one host; else a process group of exactly
+               these ranks, beside torch's global one
     watch      a rank that ends is noticed within a tenth of a second, and named
     stop       ranks that have not left by themselves are terminated, then killed, by their pid
 
@@ -30,13 +31,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from kernels import host_exchange
 from model.comm import Comm, GroupComm, SingleComm
+from model.host_comm import HostComm
 
 log = logging.getLogger(__name__)
 
 Note = dict[str, Any]
 
 _PR_SET_PDEATHSIG = 1
+_MEMORY = "memory"  # the note that says where what the ranks share is
 _LOOK_S = 0.02  # between looks for a note
 _WATCH_S = 0.1  # between looks at the ranks
 
@@ -48,7 +52,7 @@ class RankLost(Exception):
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
     size: int
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Literal["memory", "gloo", "nccl"] = "memory"  # gloo where there is no compiler
     host: str = "127.0.0.1"  # where the ranks of this one machine meet
     collective_timeout_s: float = 60.0  # a rank that computes this long without a word is lost
 
@@ -96,7 +100,8 @@ class RankGroup:
         self._environment = dict(environment or {})
         self._on_lost = on_lost
         self._store: Store | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._comm: Comm | None = None
+        self._memory: int | None = None  # the descriptor of what the ranks share
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watcher: threading.Thread | None = None
         self._spawned = threading.Event()
@@ -142,12 +147,27 @@ class RankGroup:
         return _Board(self._store).wait(key, timeout_s, self.check)
 
     def connect(self, device: torch.device | str = "cpu") -> Comm:
-        """Form the process group; every rank calls this at about the same time."""
+        """Form the group; every rank calls this at about the same time."""
         if self._store is None:
             return SingleComm()
         self.check()
-        self._group = _process_group(self._config, self._store, 0)
-        return GroupComm(self._group, device)
+        self._comm = self._in_memory()
+        if self._comm is None:
+            self._comm = GroupComm(_process_group(self._config, self._store, 0), device)
+        return self._comm
+
+    def _in_memory(self) -> HostComm | None:
+        """Tell the others where the shared memory is, or that there is none."""
+        exchange = host_exchange.load() if self._config.backend == "memory" else None
+        if exchange is None:
+            if self._config.backend == "memory":
+                log.warning("no C compiler: ranks exchange over loopback sockets, which is slower")
+            self.publish(_MEMORY, {})
+            return None
+        size = self._config.size
+        memory, self._memory = HostComm.make_memory(size)
+        self.publish(_MEMORY, {"pid": os.getpid(), "descriptor": self._memory})
+        return HostComm(exchange, memory, 0, size, self._config.collective_timeout_s)
 
     def lost(self) -> str | None:
         """Which rank is gone and how, if one is."""
@@ -170,7 +190,10 @@ class RankGroup:
         _end(self._processes, grace_s)
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
-        self._group = None
+        if self._memory is not None:
+            os.close(self._memory)
+            self._memory = None
+        self._comm = None
         self._store = None
 
     def _spawn_and_watch(self, address: str) -> None:
@@ -206,8 +229,8 @@ class RankGroup:
         assert self._lost is not None
         log.error("%s", self._lost)
         self._on_lost(self._lost)
-        if self._group is not None and self._config.backend == "nccl":
-            self._group.abort()  # gloo sees the closed sockets by itself
+        if self._comm is not None:
+            self._comm.abort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +248,14 @@ class RankSeat:
         return _Board(self.store).wait(key, timeout_s, lambda: None)
 
     def connect(self, config: GroupConfig, device: torch.device | str = "cpu") -> Comm:
-        """Form the process group; every rank calls this at about the same time."""
-        return GroupComm(_process_group(config, self.store, self.rank), device)
+        """Form the group; every rank calls this at about the same time."""
+        where = self.wait(_MEMORY, config.collective_timeout_s)
+        exchange = host_exchange.load() if where else None
+        if exchange is None:
+            assert not where, "rank 0 has compiled what this rank cannot load"
+            return GroupComm(_process_group(config, self.store, self.rank), device)
+        memory = HostComm.map_memory(where["pid"], where["descriptor"], config.size)
+        return HostComm(exchange, memory, self.rank, config.size, config.collective_timeout_s)
 
 
 def join(arguments: Sequence[str], timeout_s: float = 60.0) -> tuple[RankSeat, list[str]]:

@@ -1,19 +1,14 @@
 """Cells in host memory, at the speed of memory: gather, scatter and digest without Python's loops.
 
-`cells.c` is compiled at first use by the C compiler that `make` needs anyway, and kept beside
-Python's own compiled files. Calls hold no interpreter lock, so they run while others compute. Where
-there is no compiler, `load` answers None and the references in `gather_blocks`, `scatter_blocks`
-and `kvcache.cells` do the work.
+`cells.c` is compiled at first use. Calls hold no interpreter lock, so they run beside others.
+Where there is no compiler, `load` answers None and the references in `gather_blocks`,
+`scatter_blocks` and `kvcache.cells` do the work.
 """
 
 import ctypes
 import functools
-import hashlib
 import importlib
-import os
 import subprocess
-import sysconfig
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +16,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kernels.compiled import compiled
+
 SOURCE = Path(__file__).with_name("cells.c")
-FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Werror")
 SAMPLE = bytes(range(256)) * 5
 
 
@@ -106,7 +102,7 @@ class HostCells(NamedTuple):
 def load() -> HostCells | None:
     """The compiled functions, or None where they cannot be had or do not do what they should."""
     try:
-        library = ctypes.CDLL(str(_compiled()))
+        library = ctypes.CDLL(str(compiled(SOURCE)))
         # The very code that the package `xxhash` runs, without a call through Python for each cell.
         own = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
         digest = ctypes.cast(own.XXH3_64bits, ctypes.c_void_p)
@@ -118,27 +114,3 @@ def load() -> HostCells | None:
     sample = np.frombuffer(SAMPLE, dtype=np.uint8).reshape(5, 256)
     want = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in sample]
     return made if made.digests(sample).tolist() == want else None
-
-
-def _compiled() -> Path:
-    """The shared library of this source, these flags and this platform; compiled if need be."""
-    text = SOURCE.read_bytes()
-    about = repr((FLAGS, sysconfig.get_platform())).encode()
-    name = f"cells-{hashlib.blake2b(text + about, digest_size=8).hexdigest()}.so"
-    folder = SOURCE.parent / "__pycache__"
-    target = folder / name
-    if target.exists():
-        return target
-    try:
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            return _compile(Path(work) / name).replace(target)  # at once: others may be doing it
-    except PermissionError:  # an installation that is not ours: compile for this process alone
-        return _compile(Path(tempfile.mkdtemp(prefix="kvferry-")) / name)
-
-
-def _compile(target: Path) -> Path:
-    command = ["cc", *FLAGS, "-o", str(target), str(SOURCE)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    os.chmod(target, 0o700)
-    return target

@@ -44,6 +44,10 @@ class Comm(Protocol):
         """Rank 0's one-dimensional array, on every rank; the others give None."""
         ...
 
+    def abort(self) -> None:
+        """A rank is gone: have the others' calls raise. From any thread."""
+        ...
+
 
 class SingleComm:
     """The group of one."""
@@ -61,6 +65,9 @@ class SingleComm:
     def broadcast_ints(self, ints: Ints | None) -> Ints:
         assert ints is not None
         return ints
+
+    def abort(self) -> None:
+        pass
 
 
 class _Meeting:
@@ -183,6 +190,10 @@ class GroupComm:
             rest.copy_(torch.from_numpy(np.ascontiguousarray(ints[FIRST_FRAME:])))
         rest = self._broadcast(rest)
         return torch.cat([frame[1:], rest]).numpy()
+
+    def abort(self) -> None:
+        if self._device.type == "cuda":
+            self._group.abort()  # gloo sees the closed sockets by itself
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self._device)

@@ -47,7 +47,7 @@ def check_device(settings: WorkerSettings) -> None:
 
 
 def group_config(settings: WorkerSettings) -> GroupConfig:
-    backend: Literal["gloo", "nccl"] = "nccl" if settings.device == "cuda" else "gloo"
+    backend: Literal["memory", "nccl"] = "nccl" if settings.device == "cuda" else "memory"
     return GroupConfig(settings.tp, backend, settings.host, settings.rank_timeout_s)
 
 
