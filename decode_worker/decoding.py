@@ -156,8 +156,9 @@ class Decoding:
                 *(rank.abort(key, "the request has ended") for rank in self._ranks)
             )
         if call.reservation is not None:
-            if self._engine.abandon(call.reservation, min(whole)):
-                call.num_whole_blocks = min(whole)
+            num_whole = min([*whole, len(call.request.names)])  # a partial tail has no name
+            if self._engine.abandon(call.reservation, num_whole):
+                call.num_whole_blocks = num_whole
             call.key = call.reservation = None
         elif not call.ended:
             self._engine.cancel(call.request)
