@@ -30,12 +30,10 @@ def cell_digests(cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
     return host.digests(np.ascontiguousarray(cells))
 
 
-def first_mismatch(cells: NDArray[np.uint8], digests: NDArray[np.uint64]) -> int | None:
-    """The row of the first cell that is not what its digest says, or None when all are.
+def bad_cells(cells: NDArray[np.uint8], digests: NDArray[np.uint64]) -> NDArray[np.intp]:
+    """The rows of `cells`, [num_cells, cell_bytes], that are not what their digests say.
 
-    A different number of cells than digests is a mismatch at the shorter length.
+    `digests` has one for each row.
     """
-    differs = np.flatnonzero(cell_digests(cells)[: len(digests)] != digests[: len(cells)])
-    if len(differs):
-        return int(differs[0])
-    return None if len(cells) == len(digests) else min(len(cells), len(digests))
+    assert len(cells) == len(digests), f"{len(cells)} cells, {len(digests)} digests"
+    return np.flatnonzero(cell_digests(cells) != digests)

@@ -49,7 +49,7 @@ class ShipmentReport(_message.Message):
     def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
 
 class ReceiptOrder(_message.Message):
-    __slots__ = ("key", "num_tokens", "first_block", "block_table", "prefill_instance", "kv_head_starts", "kv_head_stops", "timeout_ms", "source_block_size")
+    __slots__ = ("key", "num_tokens", "first_block", "block_table", "prefill_instance", "kv_head_starts", "kv_head_stops", "timeout_ms", "source_block_size", "source_addresses", "holders", "block_names")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,9 @@ class ReceiptOrder(_message.Message):
     KV_HEAD_STOPS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_NAMES_FIELD_NUMBER: _ClassVar[int]
     key: _transfer_pb2.ShipmentKey
     num_tokens: int
     first_block: int
@@ -68,7 +71,10 @@ class ReceiptOrder(_message.Message):
     kv_head_stops: _containers.RepeatedScalarFieldContainer[int]
     timeout_ms: int
     source_block_size: int
-    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., prefill_instance: _Optional[str] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., source_block_size: _Optional[int] = ...) -> None: ...
+    source_addresses: _containers.RepeatedScalarFieldContainer[str]
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    block_names: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., prefill_instance: _Optional[str] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., source_block_size: _Optional[int] = ..., source_addresses: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[str]] = ..., block_names: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("chunks", "bytes", "first_tokens")

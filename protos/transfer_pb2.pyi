@@ -20,7 +20,7 @@ class ShipmentKey(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., prefill_epoch: _Optional[int] = ..., decode_epoch: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("key", "hello", "welcome", "open", "credit", "chunk", "chunk_ack", "chunk_nack", "seal_all", "commit", "abort", "drain_ack", "renew", "meet")
+    __slots__ = ("key", "hello", "welcome", "open", "credit", "chunk", "chunk_ack", "chunk_nack", "seal_all", "commit", "abort", "drain_ack", "renew", "meet", "cells_again")
     KEY_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class Frame(_message.Message):
     DRAIN_ACK_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     MEET_FIELD_NUMBER: _ClassVar[int]
+    CELLS_AGAIN_FIELD_NUMBER: _ClassVar[int]
     key: ShipmentKey
     hello: Hello
     welcome: Welcome
@@ -49,7 +50,8 @@ class Frame(_message.Message):
     drain_ack: DrainAck
     renew: Renew
     meet: Meet
-    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., chunk_ack: _Optional[_Union[ChunkAck, _Mapping]] = ..., chunk_nack: _Optional[_Union[ChunkNack, _Mapping]] = ..., seal_all: _Optional[_Union[SealAll, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain_ack: _Optional[_Union[DrainAck, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ...) -> None: ...
+    cells_again: CellsAgain
+    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., chunk_ack: _Optional[_Union[ChunkAck, _Mapping]] = ..., chunk_nack: _Optional[_Union[ChunkNack, _Mapping]] = ..., seal_all: _Optional[_Union[SealAll, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain_ack: _Optional[_Union[DrainAck, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., cells_again: _Optional[_Union[CellsAgain, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "prefill_worker", "prefill_instance", "prefill_epoch", "prefill_rank", "decode_instance", "manifest_digest", "wire", "rendezvous")
@@ -112,7 +114,7 @@ class Credit(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., window_bytes: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("seq", "layer", "first_block", "num_blocks", "payload_bytes", "digests", "payload")
+    __slots__ = ("seq", "layer", "first_block", "num_blocks", "payload_bytes", "digests", "payload", "heads", "check")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +122,8 @@ class Chunk(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     seq: int
     layer: int
     first_block: int
@@ -127,7 +131,49 @@ class Chunk(_message.Message):
     payload_bytes: int
     digests: bytes
     payload: bytes
-    def __init__(self, seq: _Optional[int] = ..., layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    heads: _containers.RepeatedScalarFieldContainer[int]
+    check: int
+    def __init__(self, seq: _Optional[int] = ..., layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., heads: _Optional[_Iterable[int]] = ..., check: _Optional[int] = ...) -> None: ...
+
+class CellRun(_message.Message):
+    __slots__ = ("layer", "first_block", "num_blocks", "heads")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    first_block: int
+    num_blocks: int
+    heads: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., heads: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CellsAgain(_message.Message):
+    __slots__ = ("runs",)
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[CellRun]
+    def __init__(self, runs: _Optional[_Iterable[_Union[CellRun, _Mapping]]] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("key", "names", "runs")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    key: ShipmentKey
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    runs: _containers.RepeatedCompositeFieldContainer[CellRun]
+    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., names: _Optional[_Iterable[bytes]] = ..., runs: _Optional[_Iterable[_Union[CellRun, _Mapping]]] = ...) -> None: ...
+
+class FetchedCells(_message.Message):
+    __slots__ = ("run", "missing", "digests", "payload")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    run: CellRun
+    missing: bool
+    digests: bytes
+    payload: bytes
+    def __init__(self, run: _Optional[_Union[CellRun, _Mapping]] = ..., missing: _Optional[bool] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ChunkAck(_message.Message):
     __slots__ = ("seq",)

@@ -96,3 +96,79 @@ class Transfer:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class CellsStub:
+    """Served by every rank of both roles: cells that came damaged elsewhere are fetched from here.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Fetch = channel.unary_stream(
+                '/kvferry.v1.Cells/Fetch',
+                request_serializer=protos_dot_transfer__pb2.FetchRequest.SerializeToString,
+                response_deserializer=protos_dot_transfer__pb2.FetchedCells.FromString,
+                _registered_method=True)
+
+
+class CellsServicer:
+    """Served by every rank of both roles: cells that came damaged elsewhere are fetched from here.
+    """
+
+    def Fetch(self, request, context):
+        """PERMISSION_DENIED unless the request names a live shipment, or whole blocks by their full names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CellsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=protos_dot_transfer__pb2.FetchRequest.FromString,
+                    response_serializer=protos_dot_transfer__pb2.FetchedCells.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvferry.v1.Cells', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvferry.v1.Cells', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Cells:
+    """Served by every rank of both roles: cells that came damaged elsewhere are fetched from here.
+    """
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.v1.Cells/Fetch',
+            protos_dot_transfer__pb2.FetchRequest.SerializeToString,
+            protos_dot_transfer__pb2.FetchedCells.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -94,34 +94,38 @@ class PrefillDone(_message.Message):
     def __init__(self, computed_tokens: _Optional[int] = ..., shipped_blocks: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("work", "expected_instance", "transfer_id", "attempt", "source")
+    __slots__ = ("work", "expected_instance", "transfer_id", "attempt", "source", "holders")
     WORK_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     work: WorkRequest
     expected_instance: str
     transfer_id: bytes
     attempt: int
     source: PrefillSource
-    def __init__(self, work: _Optional[_Union[WorkRequest, _Mapping]] = ..., expected_instance: _Optional[str] = ..., transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., source: _Optional[_Union[PrefillSource, _Mapping]] = ...) -> None: ...
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, work: _Optional[_Union[WorkRequest, _Mapping]] = ..., expected_instance: _Optional[str] = ..., transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., source: _Optional[_Union[PrefillSource, _Mapping]] = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PrefillSource(_message.Message):
-    __slots__ = ("worker", "instance", "epoch", "kv_head_starts", "kv_head_stops", "block_size")
+    __slots__ = ("worker", "instance", "epoch", "kv_head_starts", "kv_head_stops", "block_size", "rank_addresses")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_STARTS_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_STOPS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RANK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     worker: str
     instance: str
     epoch: int
     kv_head_starts: _containers.RepeatedScalarFieldContainer[int]
     kv_head_stops: _containers.RepeatedScalarFieldContainer[int]
     block_size: int
-    def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ...) -> None: ...
+    rank_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., rank_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("reserved", "adopted", "token", "done", "kept")

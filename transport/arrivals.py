@@ -1,4 +1,4 @@
-"""The transfers of one decode rank: how each begins, how it ends, and the timer that ends the rest.
+"""The transfers of one decode rank: how each begins and ends, and when its time is up.
 
 A prefill rank's call comes before the order, which says where its cells are to go: until then the
 rank waits among the early. A transfer is live from its order until it is committed, or failed and
@@ -169,6 +169,8 @@ class Arrivals:
             landing.told = True
             self.counts.failed += 1
             landing.post(abort_frame(key, failure))
+            for task in landing.pulls:
+                task.cancel()
             if not landing.result.done():
                 landing.result.set_exception(failure)
         incoming.settle(len(landing.jobs))
@@ -178,6 +180,8 @@ class Arrivals:
             self.forget(landing)
 
     def forget(self, landing: Landing) -> None:
+        for task in landing.pulls:
+            task.cancel()
         del self.live[landing.order.key]
         incoming = landing.incoming
         self.memory.remember(landing.order.key, incoming.failure, incoming.num_whole_blocks)
@@ -195,21 +199,19 @@ class Arrivals:
                 del ranks[rank]  # it cannot be told
                 self.turn_away(key, TransferFailed(Code.UNAVAILABLE, reason))
 
-    async def reap(self) -> None:
-        while True:
-            await self._clock.sleep(self._config.tick_s)
-            now = self._clock.now()
-            for landing in list(self.live.values()):
-                self._tick(landing, now)
-            for key, ranks in list(self.early.items()):
-                if min(early.expires_at for early in ranks.values()) <= now:
-                    reason = f"no order for it within {self._config.open_wait_s:g} s"
-                    await self.abort(key, f"{self.identity}: {reason}", Code.UNAVAILABLE)
-            for key, awaited in list(self.awaited.items()):
-                if awaited.expires_at <= now:
-                    self.counts.expired += 1
-                    reason = "out of time before any prefill rank called"
-                    self.turn_away(key, TransferFailed(Code.DEADLINE_EXCEEDED, reason))
+    async def tick(self, now: float) -> None:
+        """Renew leases, and give up what nobody has given a sign of for too long."""
+        for landing in list(self.live.values()):
+            self._tick(landing, now)
+        for key, ranks in list(self.early.items()):
+            if min(early.expires_at for early in ranks.values()) <= now:
+                reason = f"no order for it within {self._config.open_wait_s:g} s"
+                await self.abort(key, f"{self.identity}: {reason}", Code.UNAVAILABLE)
+        for key, awaited in list(self.awaited.items()):
+            if awaited.expires_at <= now:
+                self.counts.expired += 1
+                reason = "out of time before any prefill rank called"
+                self.turn_away(key, TransferFailed(Code.DEADLINE_EXCEEDED, reason))
 
     def _tick(self, landing: Landing, now: float) -> None:
         incoming = landing.incoming

@@ -10,7 +10,13 @@ WINDOW_BYTES = 32 << 20
 class TransportConfig:
     chunk_bytes: int = CHUNK_BYTES  # of payload, unless one block is larger
     window_bytes: int = WINDOW_BYTES  # unacknowledged, per shipment and pair of ranks
-    max_resends: int = 3  # of one damaged chunk, then DATA_LOSS
+    max_resends: int = 3  # of a chunk that was dropped whole, then its cells are pulled
+    max_link_asks: int = 3  # for one damaged cell, over the link it came over
+    max_link_damages: int = 3  # chunks of one transfer, then its cells are pulled
+    max_calls: int = 2  # for one damaged cell, to the prefill rank; then whoever else holds it
+    repair_wait_s: float = 2.0  # for cells asked for over a link, before they are asked for again
+    call_timeout_s: float = 10.0  # for one call that pulls cells
+    max_call_bytes: int = 64 << 20  # that one such call may ask for
     max_staged_chunks: int = 64  # received and not yet scattered, per link
     copy_threads: int = 2  # that gather or scatter, and digest
     lease_s: float = 30.0  # of silence, after which the other end counts as gone

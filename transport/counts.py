@@ -12,6 +12,10 @@ class TransferCounts:
     bytes: int = 0
     resent_chunks: int = 0
     damaged_chunks: int = 0
+    damaged_cells: int = 0
+    repaired_cells: int = 0  # fetched again, whole
+    resent_cells: int = 0  # over the link they came damaged over
+    pulled_cells: int = 0  # over a call of their own
     duplicate_chunks: int = 0
     bad_chunks: int = 0
     stale_frames: int = 0  # of another epoch or attempt, or of a transfer nobody knows

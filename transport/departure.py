@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvcache.cells import cell_digests
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame, Open, SealAll
+from transport.chunk_check import chunk_check
 from transport.orders import FirstToken, ShipmentOrder, ShipmentReport
 from transport.outgoing import Outgoing, Part
 from transport.port import Port
@@ -51,7 +52,7 @@ class Departure:
     ports: dict[int, Port] = field(default_factory=dict)  # by decode rank, once dialled
     stirred: dict[int, asyncio.Event] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    gathers: set[asyncio.Future[tuple[Frame, memoryview] | None]] = field(default_factory=set)
+    gathers: set[asyncio.Future[Any]] = field(default_factory=set)  # that read its blocks
     ending: bool = False
     drains: list[Port] = field(default_factory=list)  # that wait to hear of the drain
     drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,5 +118,7 @@ def gather(
         num_blocks=len(run.block_ids),
         payload_bytes=cells.nbytes,
         digests=cell_digests(cells).astype("<u8").tobytes(),
+        heads=part.heads,
     )
+    chunk.check = chunk_check(departure.order.key, chunk)
     return Frame(key=departure.order.key.to_proto(), chunk=chunk), room

@@ -74,6 +74,11 @@ class Departures:
         self.live[order.key] = self.by_request[order.request_key] = departure
         return departure
 
+    def lend(self, key: ShipmentKey) -> Departure | None:
+        """The shipment, while its blocks may be read: add what reads them to its `gathers`."""
+        departure = self.live.get(key)
+        return departure if departure is not None and not departure.outgoing.over else None
+
     async def abort(self, key: ShipmentKey, reason: str, code: Code) -> None:
         """Returns when the shipment's blocks are read no more."""
         departure = self.live.get(key)

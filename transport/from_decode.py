@@ -1,6 +1,6 @@
 """What decode ranks say to a prefill rank, frame by frame."""
 
-from protos.transfer_pb2 import DrainAck, Frame
+from protos.transfer_pb2 import CellsAgain, DrainAck, Frame
 from transport.clock import Clock
 from transport.departure import Departure
 from transport.departures import Departures
@@ -43,6 +43,8 @@ class DecodeFrames:
             self.counts.duplicate_chunks += not pair.acked(frame.chunk_ack.seq)
         elif body == "chunk_nack":
             self._resend(departure, rank, frame.chunk_nack.seq, frame.chunk_nack.reason)
+        elif body == "cells_again":
+            self._send_again(departure, rank, frame.cells_again)
         elif body == "commit":
             outgoing.commit(rank)
         outgoing.advance()
@@ -57,3 +59,14 @@ class DecodeFrames:
             self._departures.fail(
                 departure, failure.code, f"{who}: {failure.reason}; the last: {reason}"
             )
+
+    def _send_again(self, departure: Departure, rank: int, again: CellsAgain) -> None:
+        pair = departure.outgoing.pairs[rank]
+        for run in again.runs:
+            heads = tuple(run.heads)
+            found = departure.outgoing.places.find(run.layer, run.first_block, run.num_blocks)
+            if found is None or not heads or not set(heads) <= set(pair.heads):
+                self.counts.stale_frames += 1  # never sent: whoever asks is not talking of this
+                continue
+            pair.send_again(found, tuple(sorted(set(heads))))
+            self.counts.resent_cells += run.num_blocks * len(heads)

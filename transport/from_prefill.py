@@ -5,10 +5,11 @@ is room for what waits. A frame of another life, or of a transfer that has ended
 """
 
 import asyncio
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from functools import partial
 
 from protos.transfer_pb2 import (
+    CellRun,
     Chunk,
     ChunkAck,
     ChunkNack,
@@ -20,10 +21,12 @@ from protos.transfer_pb2 import (
     SealAll,
 )
 from transport.arrivals import Arrivals, Early, abort_frame, name_of
+from transport.chunk_check import chunk_check
 from transport.clock import Clock
 from transport.config import TransportConfig
-from transport.incoming import Verdict
-from transport.landing import GIVEN_UP, CellSink, Landing, land
+from transport.incoming import Remedy, Verdict
+from transport.landing import Landed, Lander, Landing
+from transport.mender import Mender
 from transport.orders import Code, ShipmentKey, TransferFailed
 from transport.port import Port
 
@@ -34,16 +37,16 @@ class PrefillFrames:
     def __init__(
         self,
         arrivals: Arrivals,
-        store: CellSink,
-        copiers: Executor,
+        lander: Lander,
+        mender: Mender,
         clock: Clock,
         config: TransportConfig,
     ) -> None:
         self.counts = arrivals.counts
         self._arrivals = arrivals
         self._epoch = arrivals.identity.epoch
-        self._store = store
-        self._copiers = copiers
+        self._lander = lander
+        self._mender = mender
         self._clock = clock
         self._config = config
 
@@ -139,14 +142,19 @@ class PrefillFrames:
     async def _take(
         self, landing: Landing, port: Port, chunk: Chunk, payload: memoryview | None
     ) -> None:
+        if chunk.check != chunk_check(landing.order.key, chunk):
+            self.counts.damaged_chunks += 1
+            self._ask_again(landing, port, chunk, "a chunk's header is not what was sent")
+            return
         await port.room.acquire()
+        if chunk.heads:
+            self._take_again(landing, port, chunk, payload)
+            return
         rank = port.link.hello.prefill_rank
         verdict = landing.incoming.offer(rank, chunk)
         if verdict is Verdict.TAKE:
-            heads = landing.incoming.pairs[rank].heads
-            work = partial(land, self._store, landing, heads, chunk, payload)
-            job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
-            landing.jobs.add(job)
+            run = _run_of(chunk, landing.incoming.pairs[rank].heads)
+            job = self._lander.land(landing, run, chunk.digests, payload)
             job.add_done_callback(partial(self._landed, landing, port, chunk))
             return
         port.room.release()
@@ -162,33 +170,67 @@ class PrefillFrames:
         else:
             self.counts.late_frames += 1
 
-    def _landed(self, landing: Landing, port: Port, chunk: Chunk, job: asyncio.Future[str]) -> None:
+    def _landed(
+        self, landing: Landing, port: Port, chunk: Chunk, job: asyncio.Future[Landed]
+    ) -> None:
         port.room.release()
         landing.jobs.remove(job)
+        rank = port.link.hello.prefill_rank
         error = job.exception()
         if error is not None:
             landing.incoming.fail(Code.INTERNAL, f"layer {chunk.layer} was not written: {error!r}")
-        damage = job.result() if error is None else "not written"
-        if damage:
-            self.counts.damaged_chunks += error is None and damage != GIVEN_UP
-            self._ask_again(landing, port, chunk, damage)
+        landed = job.result() if error is None else Landed(written=False)
+        if not landed.written:
+            landing.incoming.dropped(rank, chunk)
+            self._arrivals.review(landing)
             return
-        landing.incoming.landed(port.link.hello.prefill_rank, chunk)
+        self._note_damage(landing, port, landed)
+        landing.incoming.landed(rank, chunk, landed.bad)
         self.counts.chunks += 1
         self.counts.bytes += chunk.payload_bytes
         self._ack(landing, port, chunk)
         self._arrivals.review(landing)
+        self._mender.mend(landing)
+
+    def _take_again(
+        self, landing: Landing, port: Port, chunk: Chunk, payload: memoryview | None
+    ) -> None:
+        rank = port.link.hello.prefill_rank
+        run = _run_of(chunk, chunk.heads)
+        job = self._mender.take(landing, rank, run, chunk.digests, payload)
+        if job is None:
+            port.room.release()
+            self.counts.duplicate_chunks += 1
+            return
+
+        def landed(done: asyncio.Future[Landed]) -> None:
+            port.room.release()
+            if done.exception() is None:
+                self._note_damage(landing, port, done.result())
+                self._mender.mend(landing)
+
+        job.add_done_callback(landed)
+
+    def _note_damage(self, landing: Landing, port: Port, landed: Landed) -> None:
+        if landed.damage:
+            self.counts.damaged_chunks += 1
+            self.counts.damaged_cells += len(landed.bad)
+            landing.incoming.pairs[port.link.hello.prefill_rank].num_damaged += 1
 
     def _ack(self, landing: Landing, port: Port, chunk: Chunk) -> None:
         ack = ChunkAck(seq=chunk.seq)
         port.post(Frame(key=landing.order.key.to_proto(), chunk_ack=ack))
 
     def _ask_again(self, landing: Landing, port: Port, chunk: Chunk, reason: str) -> None:
-        if landing.incoming.damaged(port.link.hello.prefill_rank, chunk, reason):
-            nack = ChunkNack(seq=chunk.seq, reason=reason)
-            port.post(Frame(key=landing.order.key.to_proto(), chunk_nack=nack))
-            self.counts.resent_chunks += 1
+        match landing.incoming.damaged(port.link.hello.prefill_rank, chunk, reason):
+            case Remedy.ASK:
+                nack = ChunkNack(seq=chunk.seq, reason=reason)
+                port.post(Frame(key=landing.order.key.to_proto(), chunk_nack=nack))
+                self.counts.resent_chunks += 1
+            case Remedy.LET_GO:
+                self._ack(landing, port, chunk)
         self._arrivals.review(landing)
+        self._mender.mend(landing)
 
     def _seal(self, landing: Landing, port: Port, seal: SealAll) -> None:
         rank = port.link.hello.prefill_rank
@@ -197,3 +239,12 @@ class PrefillFrames:
             port.post(Frame(key=landing.order.key.to_proto(), chunk_nack=nack))
             self.counts.resent_chunks += 1
         self._arrivals.review(landing)
+
+
+def _run_of(chunk: Chunk, heads: Sequence[int]) -> CellRun:
+    return CellRun(
+        layer=chunk.layer,
+        first_block=chunk.first_block,
+        num_blocks=chunk.num_blocks,
+        heads=heads,
+    )

@@ -2,26 +2,35 @@
 
 Chunks are placed by layer, block and head, so they may come in any order and more than once. A cell
 is claimed when a chunk that holds it is taken for verification, and counts when it is scattered;
-no cell is claimed twice, so every cell is written exactly once.
+no cell is claimed twice, so every cell is written exactly once. The good cells of a damaged chunk
+stay, its bad ones go to `repairs`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
-from protos.transfer_pb2 import Chunk, Open
+from protos.transfer_pb2 import CellRun, Chunk, Open
+from transport.cell_runs import Cell, cells_of
 from transport.orders import Code, FirstToken, TransferFailed
+from transport.repairs import Repairs
 from transport.shipment import RECEIVING, Receiving, Shape, moved
 
 
 class Verdict(Enum):
-    TAKE = "take"  # stage, verify, scatter; then `landed` or `damaged`
+    TAKE = "take"  # stage, verify, scatter; then `landed`
     KNOWN = "known"  # has landed before: acknowledge it again
     BUSY = "busy"  # being verified: its acknowledgement will come
     BAD = "bad"  # none of the cells that are still to come: drop it, and report it `damaged`
     STRAY = "stray"  # at the wrong time: drop it
+
+
+class Remedy(Enum):
+    ASK = "ask"  # for the chunk, again
+    LET_GO = "let_go"  # it has been asked for often enough: acknowledge it, its cells are fetched
+    NONE = "none"
 
 
 @dataclass(slots=True)
@@ -37,7 +46,9 @@ class IncomingPair:
     landed: set[int] = field(default_factory=set)
     busy: set[int] = field(default_factory=set)
     asked_again: set[int] = field(default_factory=set)
-    damages: dict[int, int] = field(default_factory=dict)
+    damages: dict[int, int] = field(default_factory=dict)  # by chunk that was dropped whole
+    num_damaged: int = 0  # chunks with anything wrong
+    let_go: bool = False  # some chunk: what it would have brought is fetched cell by cell
 
     @property
     def arrived(self) -> bool:
@@ -67,6 +78,7 @@ class Incoming:
         self.failure: TransferFailed | None = None
         self.first_tokens: tuple[FirstToken, ...] = ()
         self.bytes_landed = 0
+        self.repairs = Repairs()
         self._max_resends = max_resends
         self._heads = [head for _, heads in sorted(sources.items()) for head in heads]
         self.pairs: dict[int, IncomingPair] = {}
@@ -150,40 +162,69 @@ class Incoming:
             self._move(Receiving.RECEIVING)
         return Verdict.TAKE
 
-    def landed(self, rank: int, chunk: Chunk) -> None:
-        """A taken chunk is verified and in its blocks."""
-        pair = self.pairs[rank]
+    def landed(self, rank: int, chunk: Chunk, bad: Mapping[Cell, str] | None = None) -> None:
+        """A taken chunk is verified, and in its blocks but for the `bad` cells, each with why."""
+        pair, bad = self.pairs[rank], bad or {}
         pair.busy.remove(chunk.seq)
         pair.landed.add(chunk.seq)
         pair.asked_again.discard(chunk.seq)
         first = chunk.first_block - self.first_block
         self._landed_LBH[chunk.layer, first : first + chunk.num_blocks, pair.columns] = True
-        self._num_missing -= chunk.num_blocks * len(pair.heads)
+        for cell, reason in bad.items():
+            self._landed_LBH[self._place(rank, cell)] = False
+            self.repairs.add(rank, [cell], reason)
+        self._num_missing -= chunk.num_blocks * len(pair.heads) - len(bad)
         self.bytes_landed += chunk.payload_bytes
         self._advance()
 
-    def damaged(self, rank: int, chunk: Chunk, reason: str) -> bool:
-        """A chunk is bad, or not what its digests say. Returns whether to ask for it again.
+    def dropped(self, rank: int, chunk: Chunk) -> None:
+        """A taken chunk was not written, since the transfer had been given up."""
+        pair = self.pairs[rank]
+        pair.busy.remove(chunk.seq)
+        first = chunk.first_block - self.first_block
+        self._claimed_LBH[chunk.layer, first : first + chunk.num_blocks, pair.columns] = False
 
-        Too often, or with nobody left to ask, and the transfer fails.
+    def offer_again(self, rank: int, run: CellRun) -> list[Cell]:
+        """The cells of `run` when all of them are wanted now, and claimed; else none."""
+        pair = self.pairs[rank]
+        known = 0 < run.num_blocks <= self.shape.num_blocks and set(run.heads) <= set(pair.heads)
+        cells = list(cells_of(run)) if known and not self.over else []
+        return cells if self.repairs.claim(cells) else []
+
+    def landed_again(
+        self, rank: int, cells: Sequence[Cell], bad: Mapping[Cell, str], num_bytes: int
+    ) -> None:
+        """What was claimed is verified, and in its blocks but for the `bad` cells."""
+        for cell in cells:
+            self._landed_LBH[self._place(rank, cell)] = cell not in bad
+        self._num_missing -= self.repairs.settle(cells, bad)
+        self.bytes_landed += num_bytes
+        self._advance()
+
+    def damaged(self, rank: int, chunk: Chunk, reason: str) -> Remedy:
+        """A chunk was dropped whole, since it does not even say what it carries.
+
+        With nobody left to ask, the transfer fails.
         """
         pair = self.pairs[rank]
-        if chunk.seq in pair.busy:
-            pair.busy.remove(chunk.seq)
-            first = chunk.first_block - self.first_block
-            self._claimed_LBH[chunk.layer, first : first + chunk.num_blocks, pair.columns] = False
-        if self.over:
-            return False
+        pair.num_damaged += 1
+        if self.over or chunk.seq in pair.landed or chunk.seq in pair.busy:
+            return Remedy.NONE
         if pair.gone:
             self.fail(Code.UNAVAILABLE, f"{reason}; cannot ask again: {pair.gone}")
-            return False
+            return Remedy.NONE
+        if chunk.seq >= (self._claimed_LBH.size if pair.num_chunks is None else pair.num_chunks):
+            return Remedy.NONE  # not even its number is right: it is missed when all is sealed
         times = pair.damages[chunk.seq] = pair.damages.get(chunk.seq, 0) + 1
         if times > self._max_resends:
-            self.fail(Code.DATA_LOSS, f"{reason}, {times} times in a row")
-            return False
+            pair.let_go = True
+            pair.landed.add(chunk.seq)
+            pair.asked_again.discard(chunk.seq)
+            self._advance()
+            return Remedy.LET_GO
         pair.asked_again.add(chunk.seq)
         self._advance()
-        return True
+        return Remedy.ASK
 
     def seal(
         self, rank: int, num_chunks: int, first_tokens: tuple[FirstToken, ...] = ()
@@ -201,6 +242,7 @@ class Incoming:
                 )
                 return []
             pair.num_chunks = num_chunks
+            pair.asked_again = {seq for seq in pair.asked_again if seq < num_chunks}
             self.first_tokens += first_tokens
         lost = set(range(pair.num_chunks)) - pair.landed - pair.busy - pair.asked_again
         pair.asked_again |= lost
@@ -247,7 +289,7 @@ class Incoming:
         columns = self.pairs[rank].columns if rank is not None else slice(None)
         missing = np.argwhere(~self._claimed_LBH[:, :, columns])
         if not len(missing):
-            return "the end"
+            return str(self.repairs.first) if len(self.repairs) else "the end"
         layer, block, column = (int(i) for i in missing[0])
         head = self._heads[column + (columns.start or 0)]
         return f"layer {layer}, block {block + self.first_block}, head {head}"
@@ -260,17 +302,24 @@ class Incoming:
         assert landed == self._claimed_LBH.size - self._num_missing, f"{landed} cells landed"
         assert not (self._landed_LBH & ~self._claimed_LBH).any(), "landed without being claimed"
         assert free <= self._num_missing, f"{free} cells free, {self._num_missing} missing"
-        assert busy or free == self._num_missing, f"{self._num_missing - free} cells lost"
+        lost = self._num_missing - free - len(self.repairs)
+        assert lost >= 0 if busy else lost == 0, f"{lost} cells lost"
         assert not (self.whole and self._num_missing), f"whole without {self._num_missing} cells"
         for pair in self.pairs.values():
             assert not pair.landed & pair.busy
             assert not pair.landed & pair.asked_again
 
+    def _place(self, rank: int, cell: Cell) -> tuple[int, int, int]:
+        """Of one cell in the bitmaps."""
+        pair = self.pairs[rank]
+        column = pair.columns.start + pair.heads.index(cell.head)
+        return cell.layer, cell.block - self.first_block, column
+
     def _advance(self) -> None:
         if self.over or self.whole or self.state is Receiving.RESERVED:
             return
         pairs = self.pairs.values()
-        if any(pair.asked_again for pair in pairs):
+        if any(pair.asked_again for pair in pairs) or len(self.repairs):
             if self.state in (Receiving.RECEIVING, Receiving.VERIFYING):
                 self._move(Receiving.REPAIRING)
             return
@@ -284,10 +333,26 @@ class Incoming:
     def _finish(self) -> None:
         if not all(pair.whole for pair in self.pairs.values()):
             return
-        if self._num_missing:
-            self.fail(Code.DATA_LOSS, f"everything arrived, but {self.where()} was in no chunk")
-        else:
+        if not self._num_missing:
             self._move(Receiving.WHOLE)
+            return
+        for rank, pair in self.pairs.items():
+            if pair.let_go:
+                self._want_missing(rank, pair)
+        if len(self.repairs):
+            self._move(Receiving.REPAIRING)
+        else:
+            self.fail(Code.DATA_LOSS, f"everything arrived, but {self.where()} was in no chunk")
+
+    def _want_missing(self, rank: int, pair: IncomingPair) -> None:
+        """Every cell of the pair that nobody has sent is to be fetched."""
+        free_LBH = self._claimed_LBH[:, :, pair.columns]
+        cells = [
+            Cell(int(layer), int(block) + self.first_block, pair.heads[column])
+            for layer, block, column in np.argwhere(~free_LBH)
+        ]
+        free_LBH[...] = True
+        self.repairs.add(rank, cells, "it never came whole")
 
     def _move(self, state: Receiving) -> None:
         self.state = moved(RECEIVING, self.state, state)

@@ -1,21 +1,22 @@
 """From staging into live blocks: the one place where received bytes touch the cache."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.cells import first_mismatch
+from kvcache.cells import bad_cells
 from kvcache.spec import CacheSpec
-from protos.transfer_pb2 import Chunk, Frame
+from protos.transfer_pb2 import CellRun, Frame
+from transport.cell_runs import Cell, cells_of, runs_of
 from transport.incoming import Incoming
 from transport.orders import Receipt, ReceiptOrder
 from transport.port import Port
-
-GIVEN_UP = "the transfer was given up"
 
 
 class CellSink(Protocol):
@@ -33,6 +34,15 @@ class CellSink(Protocol):
     ) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What became of a run of cells: all good ones are in their blocks."""
+
+    written: bool = True  # else the transfer had been given up
+    damage: str = ""  # the first thing that was wrong, if anything was
+    bad: Mapping[Cell, str] = field(default_factory=dict)  # not written, each with why
+
+
 @dataclass(slots=True)
 class Landing:
     """One transfer on its way in: what is known of it, and what runs for it."""
@@ -43,7 +53,8 @@ class Landing:
     expires_at: float
     renew_at: float
     ports: dict[int, Port] = field(default_factory=dict)  # by prefill rank, once it has called
-    jobs: set[asyncio.Future[str]] = field(default_factory=set)
+    jobs: set["asyncio.Future[Landed]"] = field(default_factory=set)
+    pulls: set[asyncio.Task[None]] = field(default_factory=set)  # calls for damaged cells
     told: bool = False  # that it failed
     drains: list[Port] = field(default_factory=list)  # that wait to hear of the fence
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,41 +64,84 @@ class Landing:
             port.post(frame)
 
 
-def land(
-    sink: CellSink,
-    landing: Landing,
-    heads: Sequence[int],
-    chunk: Chunk,
-    payload: memoryview | None,
-) -> str:
-    """In a copying thread: verify a chunk and scatter it; says what is wrong with it, if anything.
+class Lander:
+    """Copying threads at work for landings."""
 
-    A transfer given up meanwhile is not written to: its abort waits for this call to return, and
-    what it says is GIVEN_UP.
+    def __init__(self, sink: CellSink, copiers: Executor) -> None:
+        self._sink = sink
+        self._copiers = copiers
+
+    def land(
+        self, landing: Landing, run: CellRun, digests: bytes, payload: memoryview | None
+    ) -> "asyncio.Future[Landed]":
+        """`land` in a thread. The caller takes the job off `landing.jobs` when it is done."""
+        work = partial(land, self._sink, landing, run, digests, payload)
+        job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
+        landing.jobs.add(job)
+        return job
+
+
+def land(
+    sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload: memoryview | None
+) -> Landed:
+    """In a copying thread: verify the cells of a run, and scatter the good ones.
+
+    A transfer given up meanwhile is not written to: its abort waits for this call to return.
     """
-    layer = landing.incoming.shape.layers[chunk.layer]
-    num_cells = chunk.num_blocks * len(heads) * len(layer.planes)
-    want = num_cells * layer.cell_bytes
-    have = payload.nbytes if payload is not None else 0
-    where = f"layer {chunk.layer}, block {chunk.first_block}"
-    if payload is None or have != want or chunk.payload_bytes != want:
-        return f"{where}: {have} bytes came where {want} belong"
-    if len(chunk.digests) != 8 * num_cells:
-        return f"{where}: {len(chunk.digests)} bytes of digests for {num_cells} cells"
-    cells = np.frombuffer(payload, dtype=np.uint8).reshape(num_cells, layer.cell_bytes)
-    bad = first_mismatch(cells, np.frombuffer(chunk.digests, dtype="<u8"))
-    if bad is not None:
-        block, rest = divmod(bad, len(heads) * len(layer.planes))
-        head, plane = divmod(rest, len(layer.planes))
-        return (
-            f"layer {chunk.layer}, block {chunk.first_block + block}, head {heads[head]}, "
-            f"plane {layer.planes[plane]}: the digest does not match"
-        )
+    layer = landing.incoming.shape.layers[run.layer]
+    num_rows = run.num_blocks * len(run.heads) * len(layer.planes)
+    payload = payload if payload is not None else memoryview(b"")
+    rows, size = bad_rows(payload, digests, num_rows, layer.cell_bytes)
+    bad = {}
+    for row in reversed(rows.tolist()):  # of a cell's planes the first is named
+        place, plane = divmod(row, len(layer.planes))
+        block, head = divmod(place, len(run.heads))
+        cell = Cell(run.layer, run.first_block + block, run.heads[head])
+        why = size or "the digest does not match"
+        bad[cell] = f"{cell}, plane {layer.planes[plane]}: {why}"
     if landing.incoming.failure is not None:
-        return GIVEN_UP
-    first, shape = chunk.first_block, landing.incoming.shape
-    block_ids = shape.part_ids(landing.order.block_table, first, first + chunk.num_blocks)
+        return Landed(written=False)
+    _scatter(sink, landing, run, payload, bad)
+    where = f"layer {run.layer}, block {run.first_block}"
+    damage = next(reversed(bad.values()), f"{where}: {size}" if size else "")
+    return Landed(damage=damage, bad=bad)
+
+
+def bad_rows(
+    payload: memoryview, digests: bytes, num_rows: int, cell_bytes: int
+) -> tuple[NDArray[np.intp], str]:
+    """The rows of [num_rows, cell_bytes] that are not proved, and what is wrong with the sizes."""
+    want = num_rows * cell_bytes
+    if len(digests) != 8 * num_rows:
+        return np.arange(num_rows), f"{len(digests)} bytes of digests for {num_rows} cells"
+    whole = min(payload.nbytes, want) // cell_bytes
+    cells = np.frombuffer(payload[: whole * cell_bytes], dtype=np.uint8).reshape(whole, cell_bytes)
+    bad = bad_cells(cells, np.frombuffer(digests, dtype="<u8")[:whole])
+    size = "" if payload.nbytes == want else f"{payload.nbytes} bytes came where {want} belong"
+    return np.concatenate((bad, np.arange(whole, num_rows))), size
+
+
+def _scatter(
+    sink: CellSink, landing: Landing, run: CellRun, payload: memoryview, bad: Mapping[Cell, str]
+) -> None:
+    """Write every cell of the run that is not bad into its block."""
+    shape, table, first = landing.incoming.shape, landing.order.block_table, run.first_block
     if shape.parts > 1:
         sink = sink.cut(shape.block_size)
-    sink.scatter_cells(chunk.layer, block_ids, heads, cells)
-    return ""
+    width = shape.layers[run.layer].block_bytes(1)
+    if not bad:
+        ids = shape.part_ids(table, first, first + run.num_blocks)
+        num_bytes = run.num_blocks * len(run.heads) * width
+        cells = np.frombuffer(payload[:num_bytes], dtype=np.uint8)
+        sink.scatter_cells(run.layer, ids, run.heads, cells)
+        return
+    columns = {head: column for column, head in enumerate(run.heads)}
+    for good in runs_of(cell for cell in cells_of(run) if cell not in bad):
+        rows = [
+            (block - first) * len(run.heads) + columns[head] for _, block, head in cells_of(good)
+        ]
+        cells = np.concatenate(
+            [np.frombuffer(payload[row * width : (row + 1) * width], np.uint8) for row in rows]
+        )
+        ids = shape.part_ids(table, good.first_block, good.first_block + good.num_blocks)
+        sink.scatter_cells(good.layer, ids, good.heads, cells)

@@ -167,6 +167,11 @@ class ReceiptOrder:
     source_intervals: tuple[HeadInterval, ...]  # the KV heads of each prefill rank
     timeout_s: float
     source_block_size: int = 0  # tokens; 0: as ours
+    # Where damaged cells can be fetched from by a call: the prefill ranks, and rank 0 of others
+    # that hold blocks of this prompt, which know them by these names.
+    source_addresses: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()
+    block_names: tuple[bytes, ...] = ()  # of the full blocks, from the first on
 
     @classmethod
     def from_proto(cls, order: rank_pb2.ReceiptOrder) -> "ReceiptOrder":
@@ -179,6 +184,9 @@ class ReceiptOrder:
             intervals_from(order.kv_head_starts, order.kv_head_stops),
             order.timeout_ms / 1000,
             order.source_block_size,
+            tuple(order.source_addresses),
+            tuple(order.holders),
+            tuple(order.block_names),
         )
 
     def to_proto(self) -> rank_pb2.ReceiptOrder:
@@ -192,6 +200,9 @@ class ReceiptOrder:
             kv_head_stops=[interval.stop for interval in self.source_intervals],
             timeout_ms=round(self.timeout_s * 1000),
             source_block_size=self.source_block_size,
+            source_addresses=self.source_addresses,
+            holders=self.holders,
+            block_names=self.block_names,
         )
 
 

@@ -13,6 +13,7 @@ from transport.orders import Code, TransferFailed
 from transport.shipment import SENDING, Sending, Shape, moved
 
 MAX_ASKS = 16  # for one chunk, repeated questions included
+MAX_CELLS_AGAIN = 1024  # parts that wait; who asked for more than that will ask again
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,13 @@ class Run:
     first_block: int
     block_ids: tuple[int, ...]
     tail_tokens: int | None = None  # that the last block holds, when it is not full
+
+    def part(self, start: int, stop: int) -> "Run":
+        """Its blocks from the `start`th up to the `stop`th, as far as there are so many."""
+        block_ids = self.block_ids[start:stop]
+        to_end = start + len(block_ids) == len(self.block_ids)
+        tail_tokens = self.tail_tokens if to_end else None
+        return Run(self.layer, self.first_block + start, block_ids, tail_tokens)
 
     def __str__(self) -> str:
         last = self.first_block + len(self.block_ids) - 1
@@ -50,10 +58,11 @@ def cut(run: Run, shape: Shape) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One chunk to gather and send."""
+    """One chunk to gather and send; with `heads`, cells that are sent again, and have no number."""
 
     seq: int
     run: Run
+    heads: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -97,6 +106,7 @@ class OutgoingPair:
     _last_of: dict[int, _Waiting] = field(default_factory=dict)  # by layer
     _again: deque[int] = field(default_factory=deque)
     _flights: dict[int, _Flight] = field(default_factory=dict)
+    _cells_again: deque[Part] = field(default_factory=lambda: deque(maxlen=MAX_CELLS_AGAIN))
 
     @property
     def idle(self) -> bool:
@@ -134,7 +144,12 @@ class OutgoingPair:
         self._last_of[run.layer] = waiting
 
     def take(self) -> Part | None:
-        """The next chunk that credit allows, now in flight; None when there is none."""
+        """The next chunk that credit allows, now in flight; None when there is none.
+
+        Cells that are asked for again come first, and need no credit: they were paid for once.
+        """
+        if self._cells_again:
+            return self._cells_again.popleft()
         if self._again:
             return self._flights[self._again.popleft()].part
         if self.first_block is None or not self._has_waiting():
@@ -181,6 +196,14 @@ class OutgoingPair:
         self._requeue(flight)
         return True
 
+    def send_again(self, run: Run, heads: tuple[int, ...]) -> None:
+        """Queue these cells of blocks that were sent before."""
+        block_bytes = self.shape.layers[run.layer].block_bytes(len(heads))
+        most = max(1, self.chunk_bytes // block_bytes)
+        for start in range(0, len(run.block_ids), most):
+            part = run.part(start, start + most)
+            self._cells_again.append(Part(0, part, heads))
+
     def probe(self, sent_before: float) -> bool:
         """Queue the oldest chunk again if it has been without an answer for so long."""
         flight = next(iter(self._flights.values()), None)
@@ -221,12 +244,38 @@ class OutgoingPair:
         return False
 
 
+class Places:
+    """Where the blocks of a prompt lie, layer by layer, as far as they are sealed."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, list[Run]] = {}
+
+    def add(self, run: Run) -> None:
+        self._runs.setdefault(run.layer, []).append(run)
+
+    def find(self, layer: int, first_block: int, num_blocks: int) -> Run | None:
+        """These blocks, if all of them are sealed."""
+        stop = first_block + num_blocks
+        ids: dict[int, int] = {}
+        tail_tokens = None
+        for run in self._runs.get(layer, []):
+            start = max(0, first_block - run.first_block)
+            part = run.part(start, max(start, stop - run.first_block))
+            ids |= {part.first_block + i: block_id for i, block_id in enumerate(part.block_ids)}
+            if part.block_ids and part.tail_tokens is not None:
+                tail_tokens = part.tail_tokens
+        if len(ids) < num_blocks:
+            return None
+        return Run(layer, first_block, tuple(ids[i] for i in sorted(ids)), tail_tokens)
+
+
 class Outgoing:
     """One transfer on one prefill rank, with a pair for each decode rank it feeds."""
 
     def __init__(self, pairs: Mapping[int, OutgoingPair]) -> None:
         self.pairs = dict(pairs)
         self.state = Sending.NEW
+        self.places = Places()
         self.finished = False
         self.failure: TransferFailed | None = None
 
@@ -237,6 +286,7 @@ class Outgoing:
 
     def seal(self, run: Run) -> None:
         assert not self.finished, f"{run} sealed after the last"
+        self.places.add(run)
         for pair in self.pairs.values():
             pair.seal(run)
 

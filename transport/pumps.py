@@ -104,9 +104,10 @@ class Pumps:
 
     async def _send(self, departure: Departure, rank: int, port: Port, part: Part) -> None:
         pair = departure.outgoing.pairs[rank]
-        block_bytes = departure.shape.layers[part.run.layer].block_bytes(len(pair.heads))
+        heads = part.heads or pair.heads
+        block_bytes = departure.shape.layers[part.run.layer].block_bytes(len(heads))
         room = await port.lend(len(part.run.block_ids) * block_bytes)
-        work = partial(gather, self._store, departure, pair.heads, part, room)
+        work = partial(gather, self._store, departure, heads, part, room)
         job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
         departure.gathers.add(job)
         job.add_done_callback(departure.gathers.discard)
@@ -118,7 +119,8 @@ class Pumps:
         if departure.began_at is None:
             departure.began_at = self._clock.now()
         await port.send(frame, payload)
-        pair.sent(part.seq, self._clock.now())
+        if not part.heads:
+            pair.sent(part.seq, self._clock.now())
         self.counts.chunks += 1
         self.counts.bytes += payload.nbytes
         departure.outgoing.advance()

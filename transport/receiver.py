@@ -20,10 +20,12 @@ from transport.arrivals import Arrivals, name_of
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.from_prefill import PrefillFrames
-from transport.landing import CellSink
+from transport.landing import CellSink, Lander
 from transport.link import PROTOCOL, Link, LinkRefused
+from transport.mender import Mender
 from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey
 from transport.port import Port
+from transport.pull import GrpcPuller, Puller
 
 
 class Receiver:
@@ -37,19 +39,24 @@ class Receiver:
         manifest_digest: bytes,
         clock: Clock,
         config: TransportConfig | None = None,
+        puller: Puller | None = None,
     ) -> None:
         self.identity = identity
         self._manifest_digest = manifest_digest
         self._config = config = config or TransportConfig()
         self._copiers = ThreadPoolExecutor(config.copy_threads, "kv-scatter")
         self._arrivals = Arrivals(identity, kv_heads, store.spec, clock, config)
-        self._frames = PrefillFrames(self._arrivals, store, self._copiers, clock, config)
+        lander = Lander(store, self._copiers)
+        puller = puller or GrpcPuller(config.call_timeout_s)
+        self._mender = Mender(self._arrivals, lander, puller, clock, config)
+        self._frames = PrefillFrames(self._arrivals, lander, self._mender, clock, config)
+        self._clock = clock
         self._ports: dict[Port, asyncio.Event] = {}
         self._reaper: asyncio.Task[None] | None = None
         self.counts = self._arrivals.counts
 
     async def __aenter__(self) -> Self:
-        self._reaper = asyncio.create_task(self._arrivals.reap())
+        self._reaper = asyncio.create_task(self._reap())
         return self
 
     async def __aexit__(
@@ -143,10 +150,17 @@ class Receiver:
             await landing.settled.wait()
         for key in list(self._arrivals.awaited):
             await self._arrivals.abort(key, f"{self.identity} stops", Code.UNAVAILABLE)
+        await self._mender.close()
         gone = list(self._ports.values())
         await asyncio.gather(*(port.hang_up(f"{self.identity} stops") for port in self._ports))
         await asyncio.gather(*(event.wait() for event in gone))
         self._copiers.shutdown()
+
+    async def _reap(self) -> None:
+        while True:
+            await self._clock.sleep(self._config.tick_s)
+            await self._arrivals.tick(self._clock.now())
+            self._mender.tick()
 
     def _newer_life(self, hello: Hello) -> int:
         """The epoch of a later life of the same worker that is connected, or 0."""

@@ -102,6 +102,10 @@ class Shipper:
         finally:
             await asyncio.shield(departure.drained.wait())
 
+    def lend(self, key: ShipmentKey) -> Departure | None:
+        """The shipment, while its blocks may be read: add what reads them to its `gathers`."""
+        return self._departures.lend(key)
+
     def seal(
         self,
         request_key: int,

@@ -179,11 +179,11 @@ def _digests(on: bool) -> Iterator[None]:
     def none(cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
         return np.zeros(len(cells), dtype=np.uint64)
 
-    def never(*_: Any) -> None:
-        return None
+    def never(*_: Any) -> NDArray[np.intp]:
+        return np.empty(0, dtype=np.intp)
 
     with (
         patch("transport.departure.cell_digests", none),
-        patch("transport.landing.first_mismatch", never),
+        patch("transport.landing.bad_cells", never),
     ):
         yield

@@ -1,6 +1,6 @@
 import numpy as np
 
-from kvcache.cells import cell_digests, first_mismatch
+from kvcache.cells import bad_cells, cell_digests
 
 
 def cells() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
@@ -22,20 +22,17 @@ def test_a_digest_does_not_depend_on_how_the_cells_lie_in_memory() -> None:
 
 def test_one_wrong_bit_is_found_in_its_cell() -> None:
     digests = cell_digests(cells())
-    assert first_mismatch(cells(), digests) is None
+    assert bad_cells(cells(), digests).tolist() == []
     for row in range(6):
         broken = cells()
-        broken[row:, 31] ^= 1
-        assert first_mismatch(broken, digests) == row
+        broken[row, 31] ^= 1
+        assert bad_cells(broken, digests).tolist() == [row]
 
 
-def test_two_cells_swapped_are_a_mismatch() -> None:
+def test_two_cells_swapped_are_both_bad() -> None:
     swapped = cells()[[0, 2, 1, 3, 4, 5]]
-    assert first_mismatch(swapped, cell_digests(cells())) == 1
+    assert bad_cells(swapped, cell_digests(cells())).tolist() == [1, 2]
 
 
-def test_missing_and_surplus_cells_are_a_mismatch() -> None:
-    digests = cell_digests(cells())
-    assert first_mismatch(cells()[:4], digests) == 4
-    assert first_mismatch(cells(), digests[:5]) == 5
-    assert first_mismatch(cells()[:0], digests[:0]) is None
+def test_no_cells_are_all_well() -> None:
+    assert bad_cells(cells()[:0], cell_digests(cells())[:0]).tolist() == []

@@ -16,11 +16,13 @@ from hypothesis.stateful import (
 
 from kvcache.head_map import HeadMap
 from kvcache.spec import CacheSpec
-from protos.transfer_pb2 import Chunk, Open
-from transport.incoming import Incoming, Verdict
+from protos.transfer_pb2 import CellRun, Chunk, Open
+from transport.cell_runs import Cell, cells_of, runs_of
+from transport.incoming import Incoming, Remedy, Verdict
 from transport.orders import Code, TransferFailed
 from transport.outgoing import Outgoing, OutgoingPair, Run
 from transport.plan import pair_plans, sources_of
+from transport.repairs import Ask, Source
 from transport.shipment import Receiving, Sending, Shape
 
 SPEC = CacheSpec.full(num_layers=2, num_kv_heads=3, head_dim=1, block_size=4, dtype="int8")
@@ -38,6 +40,7 @@ EVENTS = [
     "repeat",
     "lose",
     "damage",
+    "mend",
     "wait",
     "commit",
     "give_up",
@@ -52,7 +55,7 @@ class Way:
 
     down: list[Message] = field(default_factory=list)
     up: list[Message] = field(default_factory=list)
-    staged: list[tuple[Chunk, bool]] = field(default_factory=list)  # chunk, damaged
+    staged: list[tuple[Chunk | list[Cell], int]] = field(default_factory=list)  # what, how bad
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -75,6 +78,7 @@ class AnyHistory(RuleBasedStateMachine):
     ) -> None:
         self.faulty = faulty  # whether an end may give up; else the transfer must succeed
         self.num_damaged = 0
+        self.harm = {"damaged": 1, "scratched": 2}
         self.shape = Shape.of(SPEC, num_tokens)
         self.num_tokens = num_tokens
         self.first_block = min(resident, self.shape.num_blocks)
@@ -144,7 +148,15 @@ class AnyHistory(RuleBasedStateMachine):
         if outgoing.over:
             return False
         part = mine.take()
-        if part is not None:
+        if part is not None and part.heads:
+            run = CellRun(
+                layer=part.run.layer,
+                first_block=part.run.first_block,
+                num_blocks=len(part.run.block_ids),
+                heads=part.heads,
+            )
+            self.ways[pair].down.append(("again", run))
+        elif part is not None:
             chunk = Chunk(
                 seq=part.seq,
                 layer=part.run.layer,
@@ -179,8 +191,19 @@ class AnyHistory(RuleBasedStateMachine):
         elif kind == "seal_all":
             assert isinstance(value, int)
             way.up += [("nack", seq) for seq in incoming.seal(prefill, value)]
+        elif isinstance(value, CellRun):
+            cells = incoming.offer_again(prefill, value)
+            if cells:
+                way.staged.append((cells, self.harm.get(kind, 0)))
+        elif kind == "broken":
+            assert isinstance(value, Chunk)
+            match incoming.damaged(prefill, value, "broken"):
+                case Remedy.ASK:
+                    way.up.append(("nack", value.seq))
+                case Remedy.LET_GO:
+                    way.up.append(("ack", value.seq))
         else:
-            chunk, damaged = (value, kind == "damaged")
+            chunk, damaged = value, self.harm.get(kind, 0)
             assert isinstance(chunk, Chunk)
             verdict = incoming.offer(prefill, chunk)
             assert verdict is not Verdict.BAD
@@ -200,6 +223,11 @@ class AnyHistory(RuleBasedStateMachine):
             pass
         elif kind == "commit":
             outgoing.commit(decode)
+        elif isinstance(value, list):
+            for run in value:
+                found = outgoing.places.find(run.layer, run.first_block, run.num_blocks)
+                assert found is not None, "asked for what was never sent"
+                mine.send_again(found, tuple(run.heads))
         elif isinstance(value, int) and kind == "credit":
             mine.grant(value, WINDOW)
         elif isinstance(value, int) and kind == "ack":
@@ -215,16 +243,43 @@ class AnyHistory(RuleBasedStateMachine):
         prefill, decode = pair
         incoming, way = self.incoming[decode], self.ways[pair]
         chunk, damaged = way.staged.pop(index)
-        if damaged or incoming.failure is not None:
-            if incoming.damaged(prefill, chunk, "damaged, or not wanted any more"):
-                way.up.append(("nack", chunk.seq))
+        if isinstance(chunk, list):
+            self.verify_again(pair, chunk, damaged)
+        elif incoming.failure is not None:
+            incoming.dropped(prefill, chunk)
         else:
-            for block in range(chunk.first_block, chunk.first_block + chunk.num_blocks):
-                for head in self.heads(pair):
-                    self.writes[(decode, chunk.layer, block, head)] += 1
-            incoming.landed(prefill, chunk)
+            run = CellRun(
+                layer=chunk.layer,
+                first_block=chunk.first_block,
+                num_blocks=chunk.num_blocks,
+                heads=self.heads(pair),
+            )
+            bad = self.write(decode, list(cells_of(run)), damaged)
+            incoming.landed(prefill, chunk, bad)
             way.up.append(("ack", chunk.seq))
         self.settle(decode)
+
+    def verify_again(self, pair: Pair, cells: list[Cell], damaged: int) -> None:
+        prefill, decode = pair
+        if self.incoming[decode].failure is None:
+            bad = self.write(decode, cells, damaged)
+            self.incoming[decode].landed_again(prefill, cells, bad, num_bytes=0)
+
+    def write(self, decode: int, cells: list[Cell], damaged: int) -> dict[Cell, str]:
+        """All of them, but every second one, or every third, of those that came damaged."""
+        bad = {cell: "damaged" for cell in cells[:: damaged + 1]} if damaged else {}
+        self.writes.update((decode, *cell) for cell in cells if cell not in bad)
+        return bad
+
+    def mend(self, pair: Pair, index: int) -> None:
+        prefill, decode = pair
+        due = self.incoming[decode].repairs.due(asked_before=index)
+        cells = [cell for cell, wanted in due if wanted.rank == prefill]
+        for cell, wanted in due:
+            if cell in cells:
+                wanted.book(Ask(Source.LINK, prefill), now=index)
+        if cells and not self.incoming[decode].over:
+            self.ways[pair].up.append(("cells_again", runs_of(cells)))
 
     def settle(self, decode: int) -> None:
         incoming = self.incoming[decode]
@@ -292,7 +347,9 @@ class AnyHistory(RuleBasedStateMachine):
 
     def repeat(self, pair: Pair, index: int) -> None:
         queue = (self.ways[pair].down, self.ways[pair].up)[index % 2]
-        if queue and (self.faulty or queue[index % len(queue)][0] != "damaged"):
+        if queue and (
+            self.faulty or queue[index % len(queue)][0] not in ("damaged", "broken", "scratched")
+        ):
             queue.append(queue[index % len(queue)])
 
     def lose(self, pair: Pair, index: int) -> None:
@@ -303,12 +360,16 @@ class AnyHistory(RuleBasedStateMachine):
     def damage(self, pair: Pair, index: int) -> None:
         down = self.ways[pair].down
         may_damage = self.faulty or self.num_damaged < MAX_RESENDS
-        if may_damage and down and down[index % len(down)][0] == "chunk":
-            down[index % len(down)] = ("damaged", down[index % len(down)][1])
+        if may_damage and down and down[index % len(down)][0] in ("chunk", "again"):
+            kind, what = down[index % len(down)]
+            worst = "damaged" if kind == "again" else "broken"  # cells asked for say their place
+            how = ["damaged", "scratched", worst][index % 3]
+            down[index % len(down)] = (how, what)
             self.num_damaged += 1
 
     def wait(self, pair: Pair, index: int) -> None:
         self.outgoing[pair[0]].pairs[pair[1]].probe(sent_before=1.0)
+        self.mend(pair, index=99)
         self.remind(pair)
 
     def commit(self, pair: Pair, index: int) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.clock import ManualClock
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
-from protos.transfer_pb2 import Chunk, Commit, Credit, Frame, Hello, Open
+from protos.transfer_pb2 import Chunk, Commit, Credit, Frame, Hello, Open, SealAll
 from tests.transport.harness import (
     MANIFEST,
     QUICK,
@@ -25,6 +25,7 @@ from tests.transport.harness import (
     network,
     soon,
 )
+from transport.chunk_check import chunk_check
 from transport.fault_wire import Cut, Fault, FaultConnector, Item
 from transport.link import Connector, Link, LinkRefused
 from transport.orders import Identity, ShipmentKey, ShipmentOrder, TransferFailed
@@ -70,7 +71,7 @@ async def test_a_flipped_bit_is_caught_and_repaired(wire: str) -> None:
 
     async def flip_first_of_each_layer(frame: Frame, payload: memoryview | None) -> list[Item]:
         nonlocal flips
-        if payload is None or frame.chunk.first_block or flips == SPEC.num_layers:
+        if payload is None or frame.chunk.first_block or frame.chunk.heads or flips == 3:
             return [(frame, payload)]
         flips += 1
         return [(frame, flipped(payload, bit=8191 * flips))]
@@ -81,7 +82,9 @@ async def test_a_flipped_bit_is_caught_and_repaired(wire: str) -> None:
     ):
         await carry_whole(group)
         assert group.decode.receivers[0].counts.damaged_chunks == 3
-        assert group.prefill.shippers[0].counts.resent_chunks == 3
+        assert group.prefill.shippers[0].counts.resent_chunks == 0
+        assert group.prefill.shippers[0].counts.resent_cells == 3
+        assert group.decode.receivers[0].counts.repaired_cells == 3
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -107,7 +110,7 @@ async def test_lasting_damage_is_a_loss_of_data_on_both_sides_that_names_the_cel
             assert isinstance(error, TransferFailed)
             assert error.code == "DATA_LOSS"
             assert "layer 2, block 0, head" in error.reason
-            assert "plane k: the digest does not match, 4 times in a row" in error.reason
+            assert "plane k: the digest does not match, after 3 attempts" in error.reason
         for receiver in group.decode.receivers:
             await receiver.abort(key, "test over")
         await asyncio.gather(*expected, return_exceptions=True)
@@ -135,7 +138,7 @@ async def test_no_random_flip_in_payload_or_digest_is_missed() -> None:
             try:
                 await carry_whole(group)
             except TransferFailed as failure:
-                assert failure.code == "DATA_LOSS"  # the same chunk four times in a row
+                assert failure.code == "DATA_LOSS"  # the same cell four times in a row
         counts = group.decode.receivers[0].counts
         assert flips > 50
         # what is under way when a transfer fails is not looked at any more
@@ -877,8 +880,10 @@ async def test_chunks_out_of_range_write_nothing_and_end_in_a_loss_of_data(
         await asyncio.sleep(0)
         await link.send(Frame(key=key.to_proto(), open=opened))
         chunk = Chunk(layer=layer, first_block=first_block, num_blocks=num_blocks)
+        chunk.check = chunk_check(key, chunk)
         for _ in range(4):
             await link.send(Frame(key=key.to_proto(), chunk=chunk), memoryview(bytes(768)))
+        await link.send(Frame(key=key.to_proto(), seal_all=SealAll(num_chunks=1)))
         (failure,) = await failures(*expected)
         assert failure.code == "DATA_LOSS"
         assert receiver.counts.bad_chunks == 4

@@ -1,9 +1,10 @@
 import pytest
 
 from kvcache.spec import CacheSpec
-from protos.transfer_pb2 import Chunk, Open
+from protos.transfer_pb2 import CellRun, Chunk, Open
 from protos.worker_pb2 import GeneratedToken
-from transport.incoming import Incoming, Verdict
+from transport.cell_runs import Cell
+from transport.incoming import Incoming, Remedy, Verdict
 from transport.orders import Code, TransferFailed
 from transport.shipment import Shape
 
@@ -97,27 +98,65 @@ def test_resident_blocks_are_not_taken() -> None:
     take(incoming, 0, chunk(0, 0, 2, 1))
 
 
-def test_a_damaged_chunk_is_asked_for_again_and_lands() -> None:
+def test_the_good_cells_of_a_damaged_chunk_stay_and_the_bad_ones_are_wanted() -> None:
     incoming = make_incoming()
-    fill_first = chunk(0, 0, 0, 3)
-    assert incoming.offer(0, fill_first) is Verdict.TAKE
-    assert incoming.damaged(0, fill_first, "layer 0, block 0")
+    bad = Cell(0, 1, 1)
+    assert incoming.offer(0, chunk(0, 0, 0, 3)) is Verdict.TAKE
+    incoming.landed(0, chunk(0, 0, 0, 3), {bad: "layer 0, block 1, head 1: flipped"})
+    incoming.check()
     assert state_of(incoming) == "repairing"
-    fill(incoming)
-    assert state_of(incoming) == "receiving"
+    assert [cell for cell, _ in incoming.repairs.due(0.0)] == [bad]
+    take(incoming, 0, chunk(1, 1, 0, 3))
+    take(incoming, 1, chunk(0, 0, 0, 3), chunk(1, 1, 0, 3))
     incoming.seal(0, 2)
     incoming.seal(1, 2)
+    assert state_of(incoming) == "repairing"
+    assert incoming.num_whole_blocks == 1
+    again = CellRun(layer=0, first_block=1, num_blocks=1, heads=[1])
+    assert incoming.offer_again(0, again) == [bad]
+    assert incoming.offer_again(0, again) == []  # it is being verified
+    incoming.landed_again(0, [bad], {bad: "flipped again"}, 100)
+    assert incoming.offer_again(0, again) == [bad]
+    incoming.landed_again(0, [bad], {}, 100)
+    incoming.check()
+    assert incoming.offer_again(0, again) == []
     assert state_of(incoming) == "whole"
 
 
-def test_damage_that_does_not_end_is_a_loss_of_data() -> None:
+@pytest.mark.parametrize(
+    "run",
+    [
+        CellRun(layer=0, first_block=1, num_blocks=2, heads=[1]),
+        CellRun(layer=0, first_block=1, num_blocks=1, heads=[0, 1]),
+        CellRun(layer=0, first_block=1, num_blocks=1, heads=[2]),
+        CellRun(layer=0, first_block=0, num_blocks=0, heads=[1]),
+        CellRun(layer=7, first_block=2**32 - 1, num_blocks=2**32 - 1, heads=[1]),
+    ],
+    ids=["more blocks", "more heads", "another's head", "nothing", "nonsense"],
+)
+def test_cells_that_nobody_asked_for_are_not_taken_again(run: CellRun) -> None:
     incoming = make_incoming()
-    answers = []
-    for _ in range(3):
-        incoming.offer(0, chunk(0, 0, 0, 3))
-        answers.append(incoming.damaged(0, chunk(0, 0, 0, 3), "layer 0, block 1: bad digest"))
-    assert answers == [True, True, False]
-    assert str(incoming.failure) == "DATA_LOSS: layer 0, block 1: bad digest, 3 times in a row"
+    incoming.offer(0, chunk(0, 0, 0, 3))
+    incoming.landed(0, chunk(0, 0, 0, 3), {Cell(0, 1, 1): "flipped"})
+    assert incoming.offer_again(0, run) == []
+
+
+def test_a_chunk_whose_header_is_damaged_is_asked_for_and_then_its_cells_are() -> None:
+    incoming = make_incoming()
+    take(incoming, 1, chunk(0, 0, 0, 3), chunk(1, 1, 0, 3))
+    take(incoming, 0, chunk(1, 1, 0, 3))
+    answers = [incoming.damaged(0, chunk(0, 0, 0, 3), "bad header") for _ in range(3)]
+    assert answers == [Remedy.ASK, Remedy.ASK, Remedy.LET_GO]
+    assert incoming.damaged(0, chunk(2**31, 0, 0, 3), "bad header") is Remedy.NONE
+    incoming.seal(0, 2)
+    incoming.seal(1, 2)
+    incoming.check()
+    assert state_of(incoming) == "repairing"
+    missing = [cell for cell, _ in incoming.repairs.due(0.0)]
+    assert missing == [Cell(0, block, head) for block in range(3) for head in (0, 1)]
+    cells = incoming.offer_again(0, CellRun(layer=0, first_block=0, num_blocks=3, heads=[0, 1]))
+    incoming.landed_again(0, cells, {}, 100)
+    assert state_of(incoming) == "whole"
 
 
 def test_a_seal_that_leaves_cells_out_is_a_loss_of_data_that_names_the_first() -> None:
@@ -167,7 +206,7 @@ def test_a_link_lost_after_everything_has_come_does_no_harm() -> None:
     assert state_of(incoming) == "whole"
 
 
-def test_damage_found_after_the_link_is_lost_cannot_be_repaired() -> None:
+def test_damage_found_after_the_link_is_lost_can_still_be_repaired() -> None:
     incoming = make_incoming()
     last = chunk(1, 1, 0, 3)
     take(incoming, 0, chunk(0, 0, 0, 3))
@@ -175,10 +214,9 @@ def test_damage_found_after_the_link_is_lost_cannot_be_repaired() -> None:
     incoming.seal(0, 2)
     incoming.lose(0, "gone")
     assert incoming.failure is None
-    assert not incoming.damaged(0, last, "layer 1, block 0: bad digest")
-    assert str(incoming.failure) == (
-        "UNAVAILABLE: layer 1, block 0: bad digest; cannot ask again: gone"
-    )
+    incoming.landed(0, last, {Cell(1, 0, 0): "flipped"})
+    assert incoming.failure is None
+    assert state_of(incoming) == "repairing"  # a call does not need the link
 
 
 def test_an_offer_of_another_transfer_is_refused_with_both_shapes() -> None:
@@ -210,7 +248,7 @@ def test_blocks_are_in_quarantine_while_a_scatter_runs() -> None:
     incoming.fail(Code.CANCELLED, "the client left")
     incoming.settle(num_scattering=1)
     assert state_of(incoming) == "quarantine"
-    incoming.landed(0, busy)
+    incoming.dropped(0, busy)
     incoming.settle(num_scattering=0)
     incoming.settle(num_scattering=0)
     assert state_of(incoming) == "freed"

@@ -1,0 +1,211 @@
+"""The gRPC service that hands out cells by request: for repair, and for whoever wants a copy.
+
+A request says by which right it asks: it names a live shipment, or blocks by their whole names.
+How much it asks for is known, and bounded, before anything is allocated. Blocks stay where they are
+while they are read: a shipment ends only after its readers, named blocks are pinned.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn, Protocol
+
+import grpc
+import grpc.aio
+
+from kvcache.cells import cell_digests
+from kvcache.head_map import HeadInterval
+from protos import transfer_pb2_grpc
+from protos.transfer_pb2 import CellRun, FetchedCells, FetchRequest
+from transport.config import TransportConfig
+from transport.departure import CellSource, Departure
+from transport.orders import ShipmentKey
+from transport.outgoing import Run
+from transport.plan import layer_cells
+
+Context = grpc.aio.ServicerContext[FetchRequest, FetchedCells]
+
+MAX_RUNS = 4096  # of one request
+MAX_CALLS = 4  # at once; who comes beyond that asks again
+NAME_BYTES = 32
+
+
+class Source(CellSource, Protocol):
+    @property
+    def kv_heads(self) -> HeadInterval: ...
+
+
+class PinsBlocks(Protocol):
+    """Who knows blocks by name: the engine of rank 0."""
+
+    def pinned(self, names: Sequence[bytes]) -> AbstractAsyncContextManager[Mapping[bytes, int]]:
+        """The block ids of those that are here; they stay while the context lasts."""
+        ...
+
+
+class _Refused(Exception):
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Part of a requested run, small enough for a message; no block ids where it is not here."""
+
+    run: CellRun
+    found: Run | None
+
+
+class CellsServicer(transfer_pb2_grpc.CellsServicer):
+    """One rank's. Without `lend` nothing is shipped from here, without `blocks` none has a name."""
+
+    def __init__(
+        self,
+        source: Source,
+        copiers: Executor,
+        config: TransportConfig,
+        lend: Callable[[ShipmentKey], Departure | None] = lambda key: None,
+        blocks: PinsBlocks | None = None,
+    ) -> None:
+        self._source = source
+        self._copiers = copiers
+        self._config = config
+        self._lend = lend
+        self._blocks = blocks
+        self._layers = layer_cells(source.spec)
+        self._num_calls = 0
+
+    async def Fetch(self, request: FetchRequest, context: Context) -> None:
+        try:
+            self._check(request)
+            self._num_calls += 1
+            try:
+                async with (
+                    asyncio.timeout(self._config.call_timeout_s),
+                    aclosing(self._answers(request)) as answers,
+                ):
+                    async for answer in answers:
+                        await context.write(answer)
+            finally:
+                self._num_calls -= 1
+        except _Refused as refused:
+            await _abort(context, refused.code, str(refused))
+        except TimeoutError:
+            reason = f"not read within {self._config.call_timeout_s:g} s"
+            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)
+
+    def _check(self, request: FetchRequest) -> None:
+        """Raises _Refused unless the request is well-formed, small enough and has a right."""
+        invalid, full = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
+        if bool(request.names) == request.HasField("key"):
+            raise _Refused(invalid, "name either a shipment or blocks")
+        if any(len(name) != NAME_BYTES for name in request.names):
+            raise _Refused(
+                grpc.StatusCode.PERMISSION_DENIED, f"a block's whole name has {NAME_BYTES} bytes"
+            )
+        if self._num_calls >= MAX_CALLS:
+            raise _Refused(full, f"{MAX_CALLS} calls are being answered; ask again")
+        if not 0 < len(request.runs) <= MAX_RUNS:
+            raise _Refused(invalid, f"{len(request.runs)} runs, 1 to {MAX_RUNS} may be asked for")
+        num_bytes = 0
+        for run in request.runs:
+            self._check_run(run)
+            num_bytes += run.num_blocks * self._layers[run.layer].block_bytes(len(run.heads))
+        most = self._config.max_call_bytes
+        if num_bytes > most:
+            raise _Refused(full, f"{num_bytes} bytes are asked for, at most {most} may be")
+        last = max(run.first_block + run.num_blocks for run in request.runs)
+        if request.names and last > len(request.names):
+            raise _Refused(invalid, f"block {last - 1} has no name among {len(request.names)}")
+
+    def _check_run(self, run: CellRun) -> None:
+        invalid, heads = grpc.StatusCode.INVALID_ARGUMENT, list(run.heads)
+        if run.layer >= len(self._layers):
+            raise _Refused(invalid, f"layer {run.layer} of {len(self._layers)}")
+        if not run.num_blocks or not heads or heads != sorted(set(heads)):
+            raise _Refused(invalid, f"{run.num_blocks} blocks of heads {heads}")
+        if any(head not in self._source.kv_heads for head in heads):
+            reason = f"heads {heads} are asked for, this rank holds {self._source.kv_heads}"
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
+
+    async def _answers(self, request: FetchRequest) -> AsyncGenerator[FetchedCells, None]:
+        if request.HasField("key"):
+            key = ShipmentKey.from_proto(request.key)
+            departure = self._lend(key)
+            if departure is None:
+                reason = f"no shipment {key} is under way here"
+                raise _Refused(grpc.StatusCode.PERMISSION_DENIED, reason)
+            for piece in self._pieces(request, departure.outgoing.places.find):
+                yield await self._read(piece, departure)
+        elif self._blocks is None:
+            reason = "blocks have names on rank 0 only: ask there"
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        else:
+            async with self._blocks.pinned(list(request.names)) as ids:
+                find = partial(_named, request.names, ids)
+                for piece in self._pieces(request, find):
+                    yield await self._read(piece)
+
+    def _pieces(
+        self, request: FetchRequest, find: Callable[[int, int, int], Run | None]
+    ) -> "list[_Piece]":
+        """The requested runs, cut to messages; where part of one is missing, block by block."""
+        pieces = []
+        for run in request.runs:
+            width = self._layers[run.layer].block_bytes(len(run.heads))
+            step = max(1, self._config.chunk_bytes // width)
+            for first in range(run.first_block, run.first_block + run.num_blocks, step):
+                count = min(step, run.first_block + run.num_blocks - first)
+                found = find(run.layer, first, count)
+                singly = range(first, first + count) if found is None and count > 1 else [first]
+                size = 1 if found is None else count
+                for block in singly:
+                    part = CellRun(
+                        layer=run.layer, first_block=block, num_blocks=size, heads=run.heads
+                    )
+                    pieces.append(_Piece(part, found or find(run.layer, block, 1)))
+        return pieces
+
+    async def _read(self, piece: _Piece, departure: Departure | None = None) -> FetchedCells:
+        if piece.found is None:
+            return FetchedCells(run=piece.run, missing=True)
+        if departure is not None and departure.outgoing.over:
+            raise _Refused(grpc.StatusCode.UNAVAILABLE, "the shipment has ended")
+        source: CellSource = self._source
+        if departure is not None and departure.shape.parts > 1:
+            source = source.cut(departure.shape.block_size)
+        work = partial(_gather, source, piece)
+        job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
+        if departure is not None:
+            departure.gathers.add(job)
+            job.add_done_callback(departure.gathers.discard)
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            await asyncio.wait([job])  # the blocks must stay as long as they are read
+            raise
+
+
+def _gather(source: CellSource, piece: _Piece) -> FetchedCells:
+    """In a copying thread."""
+    assert piece.found is not None
+    run, found = piece.run, piece.found
+    cells = source.gather_cells(run.layer, found.block_ids, run.heads, found.tail_tokens)
+    digests = cell_digests(cells).astype("<u8").tobytes()
+    return FetchedCells(run=run, digests=digests, payload=cells.tobytes())
+
+
+def _named(
+    names: Sequence[bytes], ids: Mapping[bytes, int], layer: int, first: int, count: int
+) -> Run | None:
+    found = [ids.get(name) for name in names[first : first + count]]
+    block_ids = tuple(block_id for block_id in found if block_id is not None)
+    return Run(layer, first, block_ids) if len(block_ids) == count else None
+
+
+async def _abort(context: Context, code: grpc.StatusCode, reason: str) -> NoReturn:
+    await context.abort(code, reason)

@@ -1,0 +1,30 @@
+"""Binds digests to their place: a digest says what bytes are, not where they belong."""
+
+import struct
+
+from xxhash import xxh3_64_intdigest
+
+from protos.transfer_pb2 import Chunk
+from transport.orders import ShipmentKey
+
+_PLACE = struct.Struct("<IQQIIIIQI")
+
+
+def chunk_check(key: ShipmentKey, chunk: Chunk) -> int:
+    """xxh3-64 over the shipment's key and everything a chunk says of itself, its digests included.
+
+    A chunk of another shipment, or with a damaged header, does not bear it.
+    """
+    place = _PLACE.pack(
+        key.attempt,
+        key.prefill_epoch,
+        key.decode_epoch,
+        chunk.seq,
+        chunk.layer,
+        chunk.first_block,
+        chunk.num_blocks,
+        chunk.payload_bytes,
+        len(chunk.heads),
+    )
+    heads = struct.pack(f"<{len(chunk.heads)}I", *chunk.heads)
+    return xxh3_64_intdigest(b"".join((key.transfer_id, place, heads, chunk.digests)))

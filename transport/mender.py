@@ -1,0 +1,148 @@
+"""Fetches damaged cells again: over their link, by a call of its own, from whoever else has them.
+
+`repairs` decides whose turn it is; this asks, and lets what comes back land like everything else:
+verified by a copying thread, and only then written. When nobody is left to ask, the transfer is a
+loss of data, and says which cell could not be had.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import structlog
+
+from protos.transfer_pb2 import CellRun, CellsAgain, Frame
+from transport.arrivals import Arrivals
+from transport.cell_runs import Cell, runs_of
+from transport.clock import Clock
+from transport.config import TransportConfig
+from transport.landing import Landed, Lander, Landing
+from transport.orders import Code
+from transport.pull import Pull, Puller, PullFailed, by_name, by_shipment
+from transport.repairs import Ask, Offers, Source
+
+log = structlog.get_logger()
+
+
+class Mender:
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        lander: Lander,
+        puller: Puller,
+        clock: Clock,
+        config: TransportConfig,
+    ) -> None:
+        self._arrivals = arrivals
+        self._lander = lander
+        self._puller = puller
+        self._clock = clock
+        self._config = config
+        self._counts = arrivals.counts
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def tick(self) -> None:
+        """Ask again for what nobody has sent in time."""
+        for landing in list(self._arrivals.live.values()):
+            self.mend(landing)
+
+    def mend(self, landing: Landing) -> None:
+        """Ask for every cell that is due; fails the transfer when one cannot be had."""
+        incoming, now = landing.incoming, self._clock.now()
+        if incoming.over or not len(incoming.repairs):
+            return
+        asks: dict[Ask, list[Cell]] = defaultdict(list)
+        for cell, wanted in incoming.repairs.due(now - self._config.repair_wait_s):
+            ask = wanted.next_ask(cell.block, self._offers(landing, wanted.rank))
+            if ask is None:
+                reason = f"{wanted.reason}, after {wanted.num_asks} attempts to fetch it again"
+                self._arrivals.fail(landing, Code.DATA_LOSS, reason)
+                return
+            wanted.book(ask, now)
+            asks[ask].append(cell)
+        for ask, cells in asks.items():
+            self._ask(landing, ask, cells)
+
+    def take(
+        self,
+        landing: Landing,
+        rank: int,
+        run: CellRun,
+        digests: bytes,
+        payload: memoryview | None,
+    ) -> "asyncio.Future[Landed] | None":
+        """Let cells that were asked for land; None when they are not wanted (any more)."""
+        cells = landing.incoming.offer_again(rank, run)
+        if not cells:
+            return None
+        num_bytes = payload.nbytes if payload is not None else 0
+        job = self._lander.land(landing, run, digests, payload)
+
+        def landed(done: asyncio.Future[Landed]) -> None:
+            landing.jobs.remove(done)
+            error = done.exception()
+            if error is not None:
+                reason = f"layer {run.layer} was not written: {error!r}"
+                landing.incoming.fail(Code.INTERNAL, reason)
+            elif done.result().written:
+                bad = done.result().bad
+                self._counts.repaired_cells += len(cells) - len(bad)
+                landing.incoming.landed_again(rank, cells, bad, num_bytes)
+            self._arrivals.review(landing)
+
+        job.add_done_callback(landed)
+        return job
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _offers(self, landing: Landing, rank: int) -> Offers:
+        config, order = self._config, landing.order
+        pair, port = landing.incoming.pairs[rank], landing.ports.get(rank)
+        calls = config.max_calls if rank < len(order.source_addresses) else 0
+        fit = port is not None and port.open
+        if calls or order.holders:  # else a link that damages is better than none
+            fit = fit and pair.num_damaged < config.max_link_damages
+        return Offers(
+            link_asks=config.max_link_asks if fit else 0,
+            calls=calls,
+            num_holders=len(order.holders),
+            num_named=len(order.block_names) if landing.incoming.shape.parts == 1 else 0,
+        )
+
+    def _ask(self, landing: Landing, ask: Ask, cells: Sequence[Cell]) -> None:
+        key, runs = landing.order.key, runs_of(cells)
+        if ask.source is Source.LINK:
+            again = CellsAgain(runs=runs)
+            landing.ports[ask.rank].post(Frame(key=key.to_proto(), cells_again=again))
+            self._counts.resent_cells += len(cells)
+            return
+        if ask.source is Source.CALL:
+            address = landing.order.source_addresses[ask.rank]
+            pull = by_shipment(address, key, runs)
+        else:
+            pull = by_name(landing.order.holders[ask.holder], landing.order.block_names, runs)
+        task = asyncio.create_task(self._pull(landing, ask.rank, pull, cells))
+        for tasks in (self._tasks, landing.pulls):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _pull(self, landing: Landing, rank: int, pull: Pull, cells: Sequence[Cell]) -> None:
+        failure = ""
+        jobs = []
+        try:
+            async with aclosing(self._puller.fetch(pull)) as parts:
+                async for run, part in parts:
+                    self._counts.pulled_cells += run.num_blocks * len(run.heads)
+                    job = self.take(landing, rank, run, part.digests, memoryview(part.payload))
+                    jobs += [job] if job is not None else []
+        except PullFailed as failed:
+            failure = f"{cells[0]} was not to be had from {pull.address}: {failed}"
+            log.warning("pull_failed", transfer=str(landing.order.key), reason=failure)
+        finally:
+            await asyncio.gather(*jobs, return_exceptions=True)
+            landing.incoming.repairs.end_call(cells, failure)
+        self.mend(landing)

@@ -1,0 +1,105 @@
+"""Fetching cells from another worker by a call of its own: what is asked, and who asks it.
+
+A pull names its blocks by a live shipment, which only its two ends know, or by their whole names,
+which only someone who has their tokens and their tenant's key can know.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from protos.transfer_pb2 import CellRun, FetchedCells, FetchRequest
+from protos.transfer_pb2_grpc import CellsStub
+from transport.grpc_options import channel_options
+from transport.orders import ShipmentKey
+
+Part = tuple[CellRun, FetchedCells]  # where in the prompt, and the cells
+
+
+class PullFailed(Exception):
+    """The other worker cannot be reached, or will not answer; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One call: `runs[i]`, in the prompt's own blocks, is what `request.runs[i]` asks for."""
+
+    address: str
+    request: FetchRequest
+    runs: Sequence[CellRun]
+
+
+class Puller(Protocol):
+    def fetch(self, pull: Pull) -> AsyncGenerator[Part, None]:
+        """Yield what comes, unverified. Raises PullFailed. What is missing there does not come."""
+        ...
+
+
+def by_shipment(address: str, key: ShipmentKey, runs: Sequence[CellRun]) -> Pull:
+    """Ask a prefill rank for cells of a shipment that it has not let go of yet."""
+    return Pull(address, FetchRequest(key=key.to_proto(), runs=runs), runs)
+
+
+def by_name(address: str, names: Sequence[bytes], runs: Sequence[CellRun]) -> Pull:
+    """Ask rank 0 of any worker for cells of named blocks; `names` are those of the prompt."""
+    asked: list[bytes] = []
+    renumbered = []
+    for run in runs:
+        moved = CellRun()
+        moved.CopyFrom(run)
+        moved.first_block = len(asked)
+        asked += names[run.first_block : run.first_block + run.num_blocks]
+        renumbered.append(moved)
+    return Pull(address, FetchRequest(names=asked, runs=renumbered), runs)
+
+
+class GrpcPuller:
+    """Each pull has a channel of its own: what is wrong with a link's does not concern it."""
+
+    def __init__(
+        self,
+        timeout_s: float = 10.0,
+        open_channel: Callable[[str], grpc.aio.Channel] | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._open_channel = open_channel or _open_channel
+
+    async def fetch(self, pull: Pull) -> AsyncGenerator[Part, None]:
+        channel = self._open_channel(pull.address)
+        try:
+            call = CellsStub(channel).Fetch(pull.request, timeout=self._timeout_s)
+            async for part in call:
+                run = placed(pull, part.run)
+                if run is None:
+                    raise PullFailed(f"{pull.address} answers with cells nobody asked for")
+                if not part.missing:
+                    yield run, part
+        except grpc.aio.AioRpcError as error:
+            raise PullFailed(f"{error.code().name}: {error.details()}") from error
+        except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise PullFailed(str(error) or type(error).__name__) from error
+        finally:
+            await channel.close(None)
+
+
+def placed(pull: Pull, part: CellRun) -> CellRun | None:
+    """Where in the prompt a part of an answer belongs; None when it was not asked for."""
+    stop = part.first_block + part.num_blocks
+    for asked, run in zip(pull.request.runs, pull.runs, strict=True):
+        inside = (
+            asked.first_block <= part.first_block < stop <= asked.first_block + asked.num_blocks
+        )
+        if inside and (asked.layer, asked.heads) == (part.layer, part.heads):
+            moved = CellRun()
+            moved.CopyFrom(part)
+            moved.first_block += run.first_block - asked.first_block
+            return moved
+    return None
+
+
+def _open_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=channel_options())
