@@ -130,7 +130,7 @@ class Decoding:
         await self._calls.called(call.key, remaining_s)
         self._engine.bind(reservation)
         yield _reserved(reservation)
-        order = _order(call.key, reservation, asked.source, remaining_s)
+        order = _order(call.key, reservation, asked, remaining_s)
         receipts = await self._receipts(order)
         await asyncio.gather(*(rank.commit(order.key) for rank in self._ranks))
         first_tokens = [token for receipt in receipts for token in receipt.first_tokens]
@@ -165,8 +165,9 @@ class Decoding:
 
 
 def _order(
-    key: ShipmentKey, reservation: Reservation, source: pb.PrefillSource, remaining_s: float
+    key: ShipmentKey, reservation: Reservation, asked: pb.DecodeRequest, remaining_s: float
 ) -> ReceiptOrder:
+    source = asked.source
     return ReceiptOrder(
         key=key,
         num_tokens=len(reservation.request.prompt),
@@ -176,6 +177,9 @@ def _order(
         source_intervals=intervals_from(source.kv_head_starts, source.kv_head_stops),
         timeout_s=remaining_s,
         source_block_size=source.block_size,
+        source_addresses=tuple(source.rank_addresses),
+        holders=tuple(asked.holders),
+        block_names=tuple(reservation.request.names),
     )
 
 

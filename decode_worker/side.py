@@ -1,6 +1,7 @@
 """What a decode group does on each rank: receive its heads; on rank 0, answer the router."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc.aio
 
@@ -10,9 +11,11 @@ from decode_worker.settings import DecodeSettings
 from decode_worker.waiting_room import WaitingRoom
 from prefix_index.index import Role
 from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from transport.cells_servicer import CellsServicer
 from transport.config import TransportConfig
 from transport.receiver import Receiver
 from transport.servicer import TransferServicer
+from worker.named_blocks import NamedBlocks
 from worker.refusal import Context
 from worker.role import Front, RankContext, RoleSpec
 from worker.serving import serve_call
@@ -27,16 +30,18 @@ class DecodeSide:
     def __init__(self, context: RankContext) -> None:
         settings, parts = context.settings, context.parts
         self._context = context
+        self._lenders = ThreadPoolExecutor(1, "kv-lend")
+        self._config = TransportConfig(
+            lease_s=settings.transfer_lease_s,
+            open_wait_s=settings.reserve_wait_s + OPEN_WAIT_S,
+        )
         self.receiver = Receiver(
             context.identity,
             parts.kv_heads,
             parts.store,
             manifest_digest=context.manifest.digest(),
             clock=context.clock,
-            config=TransportConfig(
-                lease_s=settings.transfer_lease_s,
-                open_wait_s=settings.reserve_wait_s + OPEN_WAIT_S,
-            ),
+            config=self._config,
         )
 
     @property
@@ -49,6 +54,7 @@ class DecodeSide:
         if self._context.identity.rank > 0:
             servicer = DecodeRankServicer(self.receiver)
             rank_pb2_grpc.add_DecodeRankServicer_to_server(servicer, server)
+            transfer_pb2_grpc.add_CellsServicer_to_server(self._cells(), server)
 
     def serve_router(self, server: grpc.aio.Server, front: Front) -> None:
         ranks: list[ReceivesPrompts] = [self.receiver]
@@ -56,6 +62,8 @@ class DecodeSide:
         decoding = self.decoding(front, ranks)
         servicer = _DecodeServicer(decoding, self._context.identity.instance, front)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(servicer, server)
+        cells = self._cells(NamedBlocks(front.engine))
+        transfer_pb2_grpc.add_CellsServicer_to_server(cells, server)
 
     def decoding(self, front: Front, ranks: Sequence[ReceivesPrompts]) -> Decoding:
         context, settings = self._context, self._context.settings
@@ -77,6 +85,11 @@ class DecodeSide:
 
     async def close(self) -> None:
         await self.receiver.close()
+        self._lenders.shutdown()
+
+    def _cells(self, blocks: NamedBlocks | None = None) -> CellsServicer:
+        store = self._context.parts.store
+        return CellsServicer(store, self._lenders, self._config, blocks=blocks)
 
 
 class _DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):

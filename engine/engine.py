@@ -205,6 +205,15 @@ class Engine:
         with self._changed:
             self._gauge = Gauge()
 
+    def pin(self, names: Sequence[BlockHash]) -> dict[BlockHash, int]:
+        """Hold those of these blocks that are here, to be read; give them back with `unpin`."""
+        with self._changed:
+            return self._scheduler.pin(names)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        with self._changed:
+            self._scheduler.unpin(block_ids)
+
     def flush_cache(self) -> int:
         with self._changed:
             return self._pool.flush()

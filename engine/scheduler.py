@@ -19,6 +19,7 @@ themselves. So something always moves, or is reported as outgrown: it needs more
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -89,6 +90,7 @@ class Scheduler:
         self.running: list[Choice] = []
         self.reserved: list[Choice] = []
         self.held: list[Choice] = []
+        self.pinned: Counter[int] = Counter()  # blocks that somebody outside reads, how often
         self.num_preemptions = 0
 
     @property
@@ -210,10 +212,23 @@ class Scheduler:
                 place.remove(choice)
         self.held.append(choice)
 
+    def pin(self, names: Iterable[BlockHash]) -> dict[BlockHash, int]:
+        """Own those of these blocks that are resident, until they are unpinned."""
+        ids: dict[BlockHash, int] = {}
+        for name in dict.fromkeys(names):
+            for block_id in self._pool.share([name]):
+                ids[name] = block_id
+        self.pinned.update(ids.values())
+        return ids
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        self.pinned -= Counter(block_ids)
+        self._pool.release(reversed(block_ids))
+
     def check(self) -> None:
         """Raise if a table and the pool disagree about who owns what."""
         self._pool.check()
-        owned: set[int] = set()
+        owned: set[int] = set(self.pinned)
         placed = (*self.running, *self.reserved, *self.held)
         promised = sum(choice.num_promised for choice in placed)
         assert self._pool.num_promised == promised, (

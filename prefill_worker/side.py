@@ -1,6 +1,7 @@
 """What a prefill worker does on each rank: ship its heads; on rank 0, answer the router."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc.aio
 
@@ -9,9 +10,11 @@ from prefill_worker.ranks import LocalRank, PrefillRankServicer, RemoteRank, Shi
 from prefill_worker.sealing import SealingObserver
 from prefill_worker.settings import PrefillSettings
 from prefix_index.index import Role
-from protos import rank_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from transport.cells_servicer import CellsServicer
 from transport.config import TransportConfig
 from transport.shipper import Shipper
+from worker.named_blocks import NamedBlocks
 from worker.refusal import Context
 from worker.role import Front, RankContext, RoleSpec
 from worker.serving import serve_call
@@ -21,6 +24,9 @@ class PrefillSide:
     def __init__(self, context: RankContext) -> None:
         settings, parts = context.settings, context.parts
         self._identity = context.identity
+        self._config = TransportConfig(lease_s=settings.transfer_lease_s)
+        self._store = parts.store
+        self._lenders = ThreadPoolExecutor(1, "kv-lend")
         self._shipper = Shipper(
             context.identity,
             parts.head_map.kv,
@@ -28,7 +34,7 @@ class PrefillSide:
             connectors=context.connectors,
             manifest_digest=context.manifest.digest(),
             clock=context.clock,
-            config=TransportConfig(lease_s=settings.transfer_lease_s),
+            config=self._config,
         )
         self.observer = SealingObserver(
             self._shipper,
@@ -46,6 +52,7 @@ class PrefillSide:
         if self._identity.rank > 0:
             servicer = PrefillRankServicer(self.rank)
             rank_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
+            transfer_pb2_grpc.add_CellsServicer_to_server(self._cells(), server)
 
     def serve_router(self, server: grpc.aio.Server, front: Front) -> None:
         ranks: list[ShipsPrompts] = [self.rank]
@@ -53,6 +60,8 @@ class PrefillSide:
         prefilling = self.prefilling(front, ranks)
         servicer = _PrefillServicer(prefilling, self._identity.instance, front)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(servicer, server)
+        cells = self._cells(NamedBlocks(front.engine))
+        transfer_pb2_grpc.add_CellsServicer_to_server(cells, server)
 
     def prefilling(self, front: Front, ranks: Sequence[ShipsPrompts]) -> Prefilling:
         return Prefilling(
@@ -64,6 +73,11 @@ class PrefillSide:
 
     async def close(self) -> None:
         await self._shipper.close()
+        self._lenders.shutdown()
+
+    def _cells(self, blocks: NamedBlocks | None = None) -> CellsServicer:
+        lend = self._shipper.lend
+        return CellsServicer(self._store, self._lenders, self._config, lend, blocks)
 
 
 class _PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):

@@ -220,6 +220,7 @@ class Handler:
             transfer_id=transfer_id,
             attempt=served.journey.attempts + 1,
             max_chunk_tokens=request.max_chunk_tokens,
+            holders=snapshot.holders(chosen.computing.name, chosen.decode.name),
         )
 
     def _choose(

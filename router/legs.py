@@ -66,6 +66,7 @@ class Work:
     transfer_id: bytes
     attempt: int
     max_chunk_tokens: int = 0
+    holders: tuple[str, ...] = ()  # addresses of others that hold some of the prompt's blocks
 
     def prefill_request(self) -> wpb.PrefillRequest:
         assert self.prefill is not None
@@ -95,6 +96,7 @@ class Work:
         if self.prefill is not None:
             source = self.prefill.record
             request.transfer_id = self.transfer_id
+            request.holders.extend(self.holders)
             request.source.CopyFrom(
                 wpb.PrefillSource(
                     worker=source.name,
@@ -103,6 +105,7 @@ class Work:
                     kv_head_starts=[start for start, _ in source.kv_intervals],
                     kv_head_stops=[stop for _, stop in source.kv_intervals],
                     block_size=source.manifest.block_size,
+                    rank_addresses=source.rank_addresses,
                 )
             )
         return request

@@ -12,6 +12,7 @@ from router.worker import Worker
 NO_SPEED_YET_MS = 1.0  # per prompt token, until any worker has measured it
 BYTES_PER_VALUE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 PLANES = 2  # K and V
+MAX_HOLDERS = 4  # that decode is told of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,14 @@ class Snapshot:
         """The most blocks that any usable worker holds."""
         seen = [*self.replicas.prefills, *self.replicas.decodes]
         return max((each.matched_blocks for each in seen if not each.refused), default=0)
+
+    def holders(self, *others: str) -> tuple[str, ...]:
+        """Where blocks of the prompt can be had besides: rank 0 of who holds most of them."""
+        known = [*self.replicas.prefills, *self.replicas.decodes]
+        holding = [each for each in known if each.matched_blocks and each.name not in others]
+        best = sorted(holding, key=lambda each: -each.matched_blocks)[:MAX_HOLDERS]
+        workers = {**self.prefills, **self.decodes}
+        return tuple(workers[each.name].record.address for each in best)
 
 
 def take_snapshot(

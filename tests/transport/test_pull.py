@@ -1,0 +1,241 @@
+"""Cells fetched by a call of their own: by whom, by what right, how much, and what is missing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from protos.transfer_pb2 import CellRun, FetchRequest, Frame
+from protos.transfer_pb2_grpc import add_CellsServicer_to_server
+from tests.transport.harness import QUICK, SPEC, Cluster, cluster, network, soon
+from transport.cells_servicer import CellsServicer
+from transport.fault_wire import FaultConnector, Item
+from transport.orders import ReceiptOrder, TransferFailed
+from transport.pull import GrpcPuller, Pull, PullFailed, by_name, by_shipment
+
+SOURCE, TARGET = [5, 3, 9, 0, 11], [7, 20, 2, 15, 4]
+NUM_TOKENS = 20
+NAMES = [bytes([i]) * 32 for i in range(5)]
+
+
+class Pins:
+    """Blocks by name, and how many of them are held."""
+
+    def __init__(self, ids: Mapping[bytes, int]) -> None:
+        self.ids = ids
+        self.num_held = 0
+
+    @asynccontextmanager
+    async def pinned(self, names: Sequence[bytes]) -> AsyncIterator[Mapping[bytes, int]]:
+        self.num_held += 1
+        try:
+            yield {name: self.ids[name] for name in names if name in self.ids}
+        finally:
+            self.num_held -= 1
+
+
+@asynccontextmanager
+async def serving(group: Cluster, rank: int = 0, pins: Pins | None = None) -> AsyncIterator[str]:
+    """The Cells service of a prefill rank; gives its address."""
+    async with AsyncExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        store, shipper = group.prefill.stores[rank], group.prefill.shippers[rank]
+        server = grpc.aio.server()
+        servicer = CellsServicer(store, threads, QUICK, shipper.lend, pins)
+        add_CellsServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        yield f"127.0.0.1:{port}"
+
+
+async def fetched(pull: Pull) -> list[tuple[CellRun, bytes]]:
+    return [(run, part.payload) async for run, part in GrpcPuller(5).fetch(pull)]
+
+
+def cells(group: Cluster, block: int, layer: int = 1, heads: Sequence[int] = (0, 2)) -> bytes:
+    return group.prefill.stores[0].gather_cells(layer, [SOURCE[block]], heads).tobytes()
+
+
+def run_of(first: int, count: int, layer: int = 1, heads: Sequence[int] = (0, 2)) -> CellRun:
+    return CellRun(layer=layer, first_block=first, num_blocks=count, heads=heads)
+
+
+async def damaging(frame: Frame, payload: memoryview | None) -> list[Item]:
+    """Breaks one bit of every cell of layer 1, block 2, head 1, over and over."""
+    chunk = frame.chunk
+    if payload is None or chunk.layer != 1 or not 0 <= 2 - chunk.first_block < chunk.num_blocks:
+        return [(frame, payload)]
+    heads = list(chunk.heads) or [0, 1, 2]
+    if 1 not in heads:
+        return [(frame, payload)]
+    raw = bytearray(payload)
+    width = len(raw) // (chunk.num_blocks * len(heads))
+    raw[((2 - chunk.first_block) * len(heads) + heads.index(1)) * width] ^= 4
+    return [(frame, memoryview(raw))]
+
+
+async def carry(group: Cluster, order_of: "dict[str, object]") -> None:
+    """One transfer whose receivers may fetch cells from elsewhere, and its commit."""
+    key = group.key()
+    order = group.receipt_order(key, NUM_TOKENS, TARGET)
+    fields = {name: getattr(order, name) for name in ReceiptOrder.__slots__}
+    order = ReceiptOrder(**(fields | order_of))
+    expected = [asyncio.create_task(each.expect(order)) for each in group.decode.receivers]
+    shipped = group.ship(key, NUM_TOKENS)
+    group.seal_all(key, NUM_TOKENS, SOURCE)
+    results = await asyncio.gather(*expected, return_exceptions=True)
+    failed = [result for result in results if isinstance(result, BaseException)]
+    if failed:
+        await asyncio.gather(*shipped, return_exceptions=True)
+        raise failed[0]
+    await group.commit(key)
+    await asyncio.gather(*shipped)
+
+
+async def test_what_a_link_keeps_damaging_is_fetched_from_the_prefill_rank_by_a_call() -> None:
+    async with (
+        network("grpc") as net,
+        cluster(net, wrap=lambda inner: FaultConnector(inner, damaging)) as group,
+        serving(group) as address,
+    ):
+        await carry(group, {"source_addresses": (address,)})
+        group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+        counts = group.decode.receivers[0].counts
+        assert (counts.failed, counts.completed) == (0, 1)
+        assert counts.pulled_cells == 1
+        assert counts.repaired_cells == 1  # the good cells of its chunks never moved again
+
+
+async def test_when_prefill_cannot_be_called_another_holder_of_the_block_is() -> None:
+    async with (
+        network("grpc") as net,
+        cluster(net, wrap=lambda inner: FaultConnector(inner, damaging)) as group,
+    ):
+        pins = Pins({NAMES[2]: SOURCE[2]})
+        async with serving(group, pins=pins) as holder:
+            others: dict[str, object] = {"holders": ("127.0.0.1:9", holder)}
+            others |= {"source_addresses": ("127.0.0.1:9",), "block_names": tuple(NAMES)}
+            await carry(group, others)
+        group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+        assert group.decode.receivers[0].counts.pulled_cells == 1
+        assert pins.num_held == 0
+
+
+async def test_a_cell_that_nobody_has_whole_is_a_loss_of_data_that_names_it() -> None:
+    async with (
+        network("grpc") as net,
+        cluster(net, wrap=lambda inner: FaultConnector(inner, damaging)) as group,
+        serving(group, pins=Pins({})) as holder,
+    ):
+        with pytest.raises(TransferFailed, match=r"DATA_LOSS: layer 1, block 2, head 1.*attempts"):
+            await carry(group, {"holders": (holder,), "block_names": tuple(NAMES)})
+        receiver = group.decode.receivers[0]
+        await soon(lambda: receiver.open_transfers == 0)
+
+
+async def test_a_pull_by_name_brings_what_is_there_and_leaves_out_what_is_not() -> None:
+    async with network("loopback") as net, cluster(net) as group:
+        pins = Pins({NAMES[0]: SOURCE[0], NAMES[1]: SOURCE[1], NAMES[3]: SOURCE[3]})
+        async with serving(group, pins=pins) as address:
+            parts = await fetched(by_name(address, NAMES, [run_of(0, 4)]))
+        assert {(run.first_block, payload) for run, payload in parts} == {
+            (block, cells(group, block)) for block in (0, 1, 3)
+        }
+        assert pins.num_held == 0
+
+
+async def test_a_pull_of_a_live_shipment_brings_its_cells_and_of_an_ended_one_nothing() -> None:
+    async with network("loopback") as net, cluster(net) as group, serving(group) as address:
+        key = group.key()
+        expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
+        group.seal_all(key, NUM_TOKENS, SOURCE)
+        await asyncio.gather(*expected)
+        pull = by_shipment(address, key, [run_of(3, 1)])
+        assert await fetched(pull) == [(run_of(3, 1), cells(group, 3))]
+        await group.commit(key)
+        await asyncio.gather(*shipped)
+        with pytest.raises(PullFailed, match="PERMISSION_DENIED: no shipment"):
+            await fetched(pull)
+
+
+@pytest.mark.parametrize(
+    ("request_", "refusal"),
+    [
+        (FetchRequest(runs=[run_of(0, 1)]), "INVALID_ARGUMENT: name either"),
+        (FetchRequest(names=[b"x" * 16], runs=[run_of(0, 1)]), "PERMISSION_DENIED: .* 32 bytes"),
+        (FetchRequest(names=NAMES), "INVALID_ARGUMENT: 0 runs"),
+        (FetchRequest(names=NAMES, runs=[run_of(0, 6)]), "INVALID_ARGUMENT: block 5 has no name"),
+        (FetchRequest(names=NAMES, runs=[run_of(0, 2**32 - 1)]), "RESOURCE_EXHAUSTED: .* bytes"),
+        (FetchRequest(names=NAMES, runs=[run_of(0, 1, layer=3)]), "INVALID_ARGUMENT: layer 3"),
+        (FetchRequest(names=NAMES, runs=[run_of(0, 1, heads=[1, 1])]), "INVALID_ARGUMENT"),
+        (FetchRequest(names=NAMES, runs=[run_of(0, 1, heads=[7])]), "FAILED_PRECONDITION"),
+    ],
+)
+async def test_a_pull_without_right_or_bounds_is_refused(
+    request_: FetchRequest, refusal: str
+) -> None:
+    async with (
+        network("loopback") as net,
+        cluster(net) as group,
+        serving(group, pins=Pins({})) as address,
+    ):
+        with pytest.raises(PullFailed, match=refusal):
+            await fetched(Pull(address, request_, list(request_.runs)))
+
+
+async def test_names_are_known_on_rank_0_only_and_nobody_there_is_said_so() -> None:
+    async with network("loopback") as net, cluster(net) as group, serving(group) as address:
+        with pytest.raises(PullFailed, match="FAILED_PRECONDITION: blocks have names on rank 0"):
+            await fetched(by_name(address, NAMES, [run_of(0, 1)]))
+    with pytest.raises(PullFailed, match="UNAVAILABLE"):
+        await fetched(by_name(address, NAMES, [run_of(0, 1)]))
+
+
+async def test_each_kind_of_damaged_cell_is_repaired_and_nothing_is_ever_wrong() -> None:
+    """Bits flipped, cells swapped, stale, foreign and cut off, at random, a thousand of them."""
+    rng = np.random.default_rng(11)
+    num_damaged = 0
+    last = b""
+
+    async def damage(frame: Frame, payload: memoryview | None) -> list[Item]:
+        nonlocal num_damaged, last
+        if payload is None or rng.random() > 0.3:
+            last = bytes(payload) if payload is not None else last
+            return [(frame, payload)]
+        raw = np.frombuffer(payload, dtype=np.uint8).copy()
+        cell_bytes = SPEC.cell_bytes(SPEC.groups[0].planes[0])
+        rows = raw.reshape(-1, cell_bytes)
+        first, second = rng.integers(len(rows), size=2)
+        kind = rng.integers(5)
+        if kind == 0:
+            raw[rng.integers(raw.nbytes)] ^= 1 << rng.integers(8)
+        elif kind == 1:
+            rows[[first, second]] = rows[[second, first]]
+        elif kind == 2:
+            rows[first] = 0
+        elif kind == 3 and len(last) >= cell_bytes:
+            rows[first] = np.frombuffer(last[:cell_bytes], dtype=np.uint8)
+        else:
+            raw = raw[: rng.integers(raw.nbytes)]
+        num_damaged += bytes(raw) != bytes(payload)
+        return [(frame, memoryview(raw.tobytes()))]
+
+    async with (
+        network("loopback") as net,
+        cluster(net, 2, 3, wrap=lambda inner: FaultConnector(inner, damage)) as group,
+        AsyncExitStack() as stack,
+    ):
+        sides = [serving(group, rank) for rank in range(2)]
+        addresses = [await stack.enter_async_context(side) for side in sides]
+        while num_damaged < 1000:
+            await carry(group, {"source_addresses": tuple(addresses)})
+            group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+            for store in group.decode.stores:
+                store.poison()
+        assert sum(receiver.counts.failed for receiver in group.decode.receivers) == 0
+        assert sum(each.counts.damaged_chunks for each in group.decode.receivers) == num_damaged
