@@ -12,9 +12,9 @@ One prefill rank, which owes cells to its share of the decode ranks:
     EXPIRED       as ABORTING, because a decode rank fell silent
     DRAINED       given up, and nothing reads the blocks any more
 
-One decode rank, which has set blocks aside:
+One decode rank, once a prefill rank has called and the promised blocks are bound:
 
-    RESERVED      the order is taken; no prefill rank has called
+    RESERVED      the order is taken; no prefill rank of this one has credit yet
     OPEN          a prefill rank has called and was given credit
     RECEIVING     chunks arrive, are verified in staging, and only then scattered into the blocks
     REPAIRING     a chunk was damaged or lost and is on its way again
