@@ -1,0 +1,44 @@
+"""What docs/transfer.md promises has a test, and leaves no frame and no state out."""
+
+import re
+from pathlib import Path
+
+from protos.transfer_pb2 import Frame
+from transport.shipment import Receiving, Sending
+
+ROOT = Path(__file__).parents[1]
+TRANSFER = (ROOT / "docs" / "transfer.md").read_text()
+NAMED = re.compile(r"`(test_\w+)`")
+DEFINED = re.compile(r"^ *(?:async )?def (test_\w+)\(", flags=re.MULTILINE)
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every row, without the heads of the tables."""
+    tables = re.findall(r"^\|.*\n\| ---.*\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    lines = [line for table in tables for line in table.splitlines()]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def first_cells(heading: str) -> set[str]:
+    section = TRANSFER.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return {row[0] for row in rows(section)}
+
+
+def test_every_test_that_is_named_exists() -> None:
+    defined = set[str]()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        defined |= set(DEFINED.findall(path.read_text()))
+    missing = sorted(set(NAMED.findall(TRANSFER)) - defined)
+    assert not missing, f"docs/transfer.md names tests that are not there: {', '.join(missing)}"
+
+
+def test_every_row_names_a_test() -> None:
+    bare = [row[0] for row in rows(TRANSFER) if not NAMED.search(row[-1])]
+    assert not bare, f"rows of docs/transfer.md without a test: {bare}"
+
+
+def test_no_frame_and_no_state_is_left_out() -> None:
+    frames = {field.name for field in Frame.DESCRIPTOR.oneofs_by_name["body"].fields}
+    assert first_cells("The frames") == frames
+    assert first_cells("The states of a prefill rank") == {state.name for state in Sending}
+    assert first_cells("The states of a decode rank") == {state.name for state in Receiving}
