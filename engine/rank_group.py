@@ -188,6 +188,8 @@ class RankGroup:
         """
         self._stopping.set()
         _end(self._processes, grace_s)
+        if self._comm is not None:
+            self._comm.abort()  # our own engine may wait for one of them
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         if self._memory is not None:

@@ -95,6 +95,20 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def test_an_engine_that_waits_for_a_hung_rank_is_free_once_the_group_is_stopped() -> None:
+    deaths: list[Exception] = []
+    with worker_of(2, deaths) as (worker, group):
+        worker.add([1] * 20, 900)
+        while worker.engine.stats().generated_tokens < 5:
+            threading.Event().wait(0.005)
+        os.kill(group.pids[0], signal.SIGSTOP)
+        stopped = MonotonicClock().now()
+        group.stop(grace_s=0.0)
+        assert worker.engine.stop()
+        assert MonotonicClock().now() - stopped < 5
+        assert len(deaths) == 1
+
+
 def test_idle_processes_leave_when_told_and_are_not_missed() -> None:
     deaths: list[Exception] = []
     with worker_of(3, deaths) as (_, group):
