@@ -79,8 +79,8 @@ def main() -> None:
                 flush=True,
             )
     OUT.parent.mkdir(parents=True, exist_ok=True)
-    found = {"cpus": os.cpu_count(), "rows": [asdict(row) for row in rows]}
-    OUT.write_text(json.dumps(found, indent=2) + "\n")
+    about = {"cpus": os.cpu_count(), "rows": [asdict(row) for row in rows]}
+    OUT.write_text(json.dumps(about, indent=2) + "\n")
     print(f"wrote {OUT}")
 
 
