@@ -3,7 +3,8 @@
 A name is `BLAKE2b-256(key = tenant key, domain | namespace | parent | tokens | extra)`, every field
 preceded by its length as u32 LE, tokens as u32 LE. The same bytes come out of every process, host
 and Python version; `hash()` has no part in it. The namespace says everything that decides what KV
-values a token gives; the tenant key keeps one caller's names from being found by another.
+values a token gives; the tenant key keeps one caller's names from being found by another. Workers
+whose blocks differ in size share a namespace and not one name, since a name covers its tokens.
 
 The owner of a block knows it by its whole name, so a hit needs no further proof that the tokens are
 the same. The index, whose entries are hints, gets the first half: two prompts that collide there

@@ -7,7 +7,6 @@ workers may have different ones, since what passes between them is cells.
 """
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
 from kvcache.head_map import HeadInterval
+from kvcache.layout import MEMORY_ORDER, KvLayout
 from kvcache.pool_cells import PoolCells
 from kvcache.spec import CacheSpec, LayerGroup, LayerKind, ShardAxis
 
@@ -24,21 +24,6 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "int64": torch.int64,
-}
-
-
-class KvLayout(StrEnum):
-    """In which order a pool's memory runs, the slowest dimension first; see `MEMORY_ORDER`."""
-
-    HEAD_MAJOR = "head-major"  # a cell is one run of memory: the quickest to send and to attend
-    TOKEN_MAJOR = "token-major"
-    PLANE_MAJOR = "plane-major"  # all keys before all values
-
-
-MEMORY_ORDER = {
-    KvLayout.HEAD_MAJOR: "NPHSD",
-    KvLayout.TOKEN_MAJOR: "NPSHD",
-    KvLayout.PLANE_MAJOR: "PNSHD",
 }
 
 

@@ -27,6 +27,11 @@ ITEM_BYTES = {
 MAX_BLOCK_SIZE = 128  # the tile in which attention reduces must hold whole blocks
 
 
+def is_block_size(size: int) -> bool:
+    """A power of two, so that of two sizes the smaller always divides the larger."""
+    return 1 <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
+
+
 class LayerKind(Enum):
     FULL = "full"
     WINDOW = "window"
@@ -137,8 +142,10 @@ class CacheSpec:
         return ITEM_BYTES[plane.dtype or self.dtype]
 
     def fingerprint(self) -> bytes:
-        """16 bytes, equal for equal specs in every process: part of what names blocks."""
-        parts: list[object] = ["cache spec 1", self.num_kv_heads, self.block_size, self.dtype]
+        """16 bytes, equal in every process for specs that store the same of a token: part of what
+        names blocks. The block size has no part in it.
+        """
+        parts: list[object] = ["cache spec 2", self.num_kv_heads, self.dtype]
         for group in self.groups:
             parts += [group.kind.value, group.window, group.sinks, group.permits.value]
             parts += [len(group.layers), *group.layers, len(group.sources), *group.sources]
@@ -154,7 +161,7 @@ class CacheSpec:
     def validate(self) -> None:
         """Raise ValueError, in one sentence, if no cache can look like this."""
         size = self.block_size
-        if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
+        if not is_block_size(size):
             raise ValueError(f"block size {size} is not a power of two up to {MAX_BLOCK_SIZE}")
         if self.num_kv_heads < 1:
             raise ValueError(f"a cache of {self.num_kv_heads} KV heads holds nothing")

@@ -96,6 +96,12 @@ def up(
     decode_tp: Annotated[
         int | None, typer.Option(help="Ranks of each decode group.", show_default="2")
     ] = None,
+    prefill_block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a prefill worker's block.", show_default="16")
+    ] = None,
+    decode_block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a decode group's block.", show_default="16")
+    ] = None,
     wire: Annotated[
         list[str] | None, typer.Option(help="Wires KV blocks may take: shm, tcp, grpc, gloo, nccl.")
     ] = None,
@@ -123,6 +129,8 @@ def up(
         state_dir=state_dir,
         prefill__tp=prefill_tp,
         decode__tp=decode_tp,
+        prefill__block_size=prefill_block_size,
+        decode__block_size=decode_block_size,
         router__http_port=http_port,
         router__grpc_port=grpc_port,
     )

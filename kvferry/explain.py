@@ -20,7 +20,7 @@ def explain_table(answer: Answer) -> Group:
 def _choice(explanation: Explanation) -> list[Table | Text]:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("pair", no_wrap=True)
-    table.add_column("blocks matched", justify="right")
+    table.add_column("tokens matched", justify="right")
     table.add_column("predicted ms", justify="right")
     table.add_column("made of")
     for candidate in explanation.candidates[:MAX_CANDIDATES_SHOWN]:
@@ -30,8 +30,8 @@ def _choice(explanation: Explanation) -> list[Table | Text]:
         )
         table.add_row(
             _pair(candidate.prefill, candidate.decode),
-            f"{candidate.prefill_matched_blocks} + {candidate.decode_matched_blocks}"
-            f" of {explanation.prompt_blocks}",
+            f"{candidate.prefill_matched_tokens} + {candidate.decode_matched_tokens}"
+            f" of {explanation.prompt_tokens}",
             "-" if candidate.refused else f"{candidate.cost_ms:.1f}",
             candidate.refused or _terms(candidate),
             style="bold green" if chosen else "dim" if candidate.refused else None,
@@ -50,6 +50,9 @@ def _terms(candidate: Candidate) -> str:
 
 def _journey_table(usage: Usage) -> Table:
     journey = usage.journey
+    sizes = (journey.prefill_block_size, journey.decode_block_size)
+    differ = all(sizes) and len(set(sizes)) > 1
+    of_prefill, of_decode = (f" of {size} tokens" if differ else "" for size in sizes)
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
     table.add_column("what", style="cyan")
     table.add_column("how much")
@@ -58,8 +61,8 @@ def _journey_table(usage: Usage) -> Table:
         + (f" over {journey.wire}" if journey.wire else ""),
         "prompt": f"{_count(usage.prompt_tokens, 'token')} in "
         + _count(journey.prompt_blocks, "block"),
-        "matched": f"{_count(journey.prefill_cached_blocks, 'block')} on prefill, "
-        f"{journey.decode_cached_blocks} on decode",
+        "matched": f"{_count(journey.prefill_cached_blocks, 'block')} on prefill{of_prefill}, "
+        f"{journey.decode_cached_blocks} on decode{of_decode}",
         "computed": f"{_count(journey.computed_tokens, 'prompt token')}, "
         f"{usage.cached_tokens} reused",
         "shipped": f"{_count(journey.shipped_blocks, 'block')}, {size(journey.shipped_bytes)}"

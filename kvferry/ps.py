@@ -69,12 +69,13 @@ def worker_table(
     for worker, answer in zip(workers, answers, strict=True):
         heads = " ".join(f"\\[{start}..{stop})" for start, stop in worker.kv_intervals)
         requests, blocks, state = _load_cells(worker, answer)
+        manifest = worker.manifest
         table.add_row(
             f"[bold]{worker.name}[/]\n[dim]{worker.epoch}[/]",
             f"{worker.role.value}\n{state}",
             f"{worker.address}\n[dim]{heads}[/]",
             requests,
-            blocks,
+            f"{blocks}\n[dim]of {manifest.block_size} tokens, {manifest.kv_layout}[/]",
         )
     return table
 

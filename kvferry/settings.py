@@ -39,7 +39,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
 }
-SHARED = ("model", "redis_url", "key_prefix", "block_size", "dtype", "wires")
+SHARED = ("model", "redis_url", "key_prefix", "block_size", "kv_layout", "dtype", "wires")
 # What a section's own model leaves open, or what suits one machine better than its default.
 SECTION_DEFAULTS: dict[str, dict[str, Any]] = {
     "router": {},
@@ -75,6 +75,7 @@ class Settings(BaseSettings):
     redis_url: str = ""  # empty: `up` finds or starts one
     key_prefix: Annotated[str, Field(min_length=1, max_length=32)] = "kvferry"
     block_size: int | None = None  # None, here and below: the workers' own
+    kv_layout: str | None = None
     dtype: str | None = None
     wires: tuple[str, ...] | None = None
     state_dir: Path = Field(default_factory=default_state_dir)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvcache.block_hash import Namespace, namespace
 from kvcache.head_map import HeadMap
-from kvcache.spec import CacheSpec
+from kvcache.spec import MAX_BLOCK_SIZE, CacheSpec
 from model import config as configs
 from model import tokenizer as tokenizers
 from model.chat_template import ChatTemplate
@@ -91,13 +91,14 @@ class ModelSource:
             "int64" if self.kind == "checksum" else dtype,
         )
 
-    def namespace(self, block_size: int, dtype: str = "float32", adapter: str = "") -> Namespace:
+    def namespace(self, dtype: str = "float32", adapter: str = "") -> Namespace:
+        """Equal for workers whose KV values mean the same, whatever the size of their blocks."""
         return namespace(
             weights=self.weights_fingerprint(),
             config=self.config.digest(),
             tokenizer=self.tokenizer_fingerprint(),
             adapter=adapter,
-            cache=self.cache_spec(block_size, dtype).fingerprint(),
+            cache=self.cache_spec(MAX_BLOCK_SIZE, dtype).fingerprint(),
         )
 
     def load(

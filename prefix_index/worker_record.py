@@ -12,12 +12,15 @@ from typing import Protocol, Self
 
 from pydantic import TypeAdapter, ValidationError
 
+from kvcache.spec import MAX_BLOCK_SIZE, is_block_size
+
 MAX_NAME_CHARS = 200
 
 # Everything else in a manifest must be equal for two workers to work together: `wires` needs only
-# one in common, `model` is a label (the namespace is the identity of what was loaded), and `host`
-# decides only whether memory can be shared.
-MAY_DIFFER = frozenset({"model", "wires", "host"})
+# one in common, `model` is a label (the namespace is the identity of what was loaded), `host`
+# decides only whether memory can be shared, and cells are carried between blocks of any size and
+# pools of any layout.
+MAY_DIFFER = frozenset({"model", "wires", "host", "block_size", "kv_layout"})
 
 
 class MalformedRecord(ValueError):
@@ -46,6 +49,7 @@ class Manifest:
     vocab_size: int
     wires: tuple[str, ...]  # preferred first
     host: str = ""  # equal for workers that can share memory; empty when none can
+    kv_layout: str = "head-major"
 
     def mismatch(self, other: "Manifest") -> str | None:
         """Why the two cannot work together, in one sentence; None when they can."""
@@ -53,6 +57,9 @@ class Manifest:
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs and field.name not in MAY_DIFFER:
                 return f"{field.name} differs: {mine} here, {theirs} there"
+        for size in (self.block_size, other.block_size):
+            if not is_block_size(size):
+                return f"block_size {size} is not a power of two up to {MAX_BLOCK_SIZE}"
         if not shared_wires(self, other):
             apart = ", on different hosts" if "shm" in self.wires and "shm" in other.wires else ""
             return (

@@ -190,7 +190,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., journey: _Optional[_Union[Journey, _Mapping]] = ...) -> None: ...
 
 class Journey(_message.Message):
-    __slots__ = ("prefill", "decode", "wire", "prompt_blocks", "prefill_cached_blocks", "decode_cached_blocks", "computed_tokens", "shipped_blocks", "shipped_bytes", "transfer_ms", "ttft_ms", "tpot_ms", "attempts")
+    __slots__ = ("prefill", "decode", "wire", "prompt_blocks", "prefill_cached_blocks", "decode_cached_blocks", "computed_tokens", "shipped_blocks", "shipped_bytes", "transfer_ms", "ttft_ms", "tpot_ms", "attempts", "prefill_block_size", "decode_block_size")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,8 @@ class Journey(_message.Message):
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TPOT_MS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     wire: str
@@ -217,7 +219,9 @@ class Journey(_message.Message):
     ttft_ms: float
     tpot_ms: float
     attempts: int
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., wire: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., prefill_cached_blocks: _Optional[int] = ..., decode_cached_blocks: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., shipped_blocks: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., attempts: _Optional[int] = ...) -> None: ...
+    prefill_block_size: int
+    decode_block_size: int
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., wire: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., prefill_cached_blocks: _Optional[int] = ..., decode_cached_blocks: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., shipped_blocks: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_block_size: _Optional[int] = ..., decode_block_size: _Optional[int] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -254,7 +258,7 @@ class Explanation(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., chosen_prefill: _Optional[str] = ..., chosen_decode: _Optional[str] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("prefill", "decode", "cost_ms", "terms_ms", "prefill_matched_blocks", "decode_matched_blocks", "refused")
+    __slots__ = ("prefill", "decode", "cost_ms", "terms_ms", "prefill_matched_blocks", "decode_matched_blocks", "refused", "prefill_matched_tokens", "decode_matched_tokens")
     class TermsMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +273,8 @@ class Candidate(_message.Message):
     PREFILL_MATCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MATCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     cost_ms: float
@@ -276,4 +282,6 @@ class Candidate(_message.Message):
     prefill_matched_blocks: int
     decode_matched_blocks: int
     refused: str
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., cost_ms: _Optional[float] = ..., terms_ms: _Optional[_Mapping[str, float]] = ..., prefill_matched_blocks: _Optional[int] = ..., decode_matched_blocks: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+    prefill_matched_tokens: int
+    decode_matched_tokens: int
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., cost_ms: _Optional[float] = ..., terms_ms: _Optional[_Mapping[str, float]] = ..., prefill_matched_blocks: _Optional[int] = ..., decode_matched_blocks: _Optional[int] = ..., refused: _Optional[str] = ..., prefill_matched_tokens: _Optional[int] = ..., decode_matched_tokens: _Optional[int] = ...) -> None: ...

@@ -186,7 +186,7 @@ class Handler:
         work = self._work(served, snapshot, chosen)
         served.journey.set_out(work)
         self._metrics.routes.labels(computed_by="prefill" if work.prefill else "decode").inc()
-        uncached = snapshot.prompt.uncached_tokens(chosen.computing.matched_blocks)
+        uncached = snapshot.prompt.uncached_tokens(chosen.computing)
         booking = self._fleet.book(work.prefill or work.decode, work.decode, uncached)
         attempt = Attempt(
             work, served.transcript, served.journey, booking, self._clock, served.deadline
@@ -336,10 +336,8 @@ class Handler:
 
     @staticmethod
     def _note_matches(journey: Journey, snapshot: Snapshot, chosen: policy.Candidate) -> None:
-        prompt = snapshot.prompt
-        journey.available_tokens = prompt.num_tokens - prompt.uncached_tokens(snapshot.best_match)
-        promised = chosen.computing.matched_blocks
-        journey.promised_tokens = prompt.num_tokens - prompt.uncached_tokens(promised)
+        journey.available_tokens = snapshot.available_tokens
+        journey.promised_tokens = snapshot.held_tokens(chosen.computing)
 
     def _report(self, record: Record, seconds: float) -> None:
         self._metrics.requests.labels(door=record.door, status=record.status).inc()

@@ -21,7 +21,8 @@ class Journey:
     prefill: str = ""
     decode: str = ""
     wire: str = ""
-    block_size: int = 1
+    prefill_block_size: int = 1
+    decode_block_size: int = 1
     available_tokens: int = 0  # held somewhere in the fleet when the request was routed
     promised_tokens: int = 0  # held, as far as the index knew, by the worker chosen to compute
     cached_tokens: int | None = None  # the least over all attempts: what nobody computed
@@ -38,7 +39,9 @@ class Journey:
         self.prefill = work.prefill.name if work.prefill else ""
         self.decode = work.decode.name
         self.wire = work.wire
-        self.block_size = work.decode.record.manifest.block_size
+        self.decode_block_size = work.decode.record.manifest.block_size
+        source = work.prefill or work.decode
+        self.prefill_block_size = source.record.manifest.block_size
         self.prefill_cached_tokens = 0
         self.decode_cached_blocks = 0
         self.computed_tokens = None
@@ -70,7 +73,7 @@ class Journey:
     def decode_done(self, done: wpb.DecodeDone) -> None:
         if not self.prefill:
             self.computed_tokens = done.computed_tokens
-            self.decode_cached_blocks = done.cached_tokens // self.block_size
+            self.decode_cached_blocks = done.cached_tokens // self.decode_block_size
             self._cached(done.cached_tokens)
 
     @property
@@ -97,9 +100,11 @@ class Journey:
                 prefill=self.prefill,
                 decode=self.decode,
                 wire=self.wire,
-                prompt_blocks=-(-self.prompt_tokens // self.block_size),
-                prefill_cached_blocks=self.prefill_cached_tokens // self.block_size,
+                prompt_blocks=-(-self.prompt_tokens // self.decode_block_size),
+                prefill_cached_blocks=self.prefill_cached_tokens // self.prefill_block_size,
                 decode_cached_blocks=self.decode_cached_blocks,
+                prefill_block_size=self.prefill_block_size if self.prefill else 0,
+                decode_block_size=self.decode_block_size,
                 computed_tokens=(
                     self.prompt_tokens - self.delivered_tokens if computed is None else computed
                 ),

@@ -26,6 +26,7 @@ class Replica:
 
     name: str
     ms_per_token: float  # to compute a prompt, queue excluded
+    block_size: int  # tokens; blocks are its own wherever they are counted here
     queued_tokens: int = 0  # prompt tokens ahead
     matched_blocks: int = 0  # of this prompt, from its root
     running: int = 0  # sequences it is streaming
@@ -37,26 +38,34 @@ class Replica:
     host: str = ""
     refused: str = ""  # why it cannot be used now
 
+    @property
+    def matched_tokens(self) -> int:
+        return self.matched_blocks * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks their KV fills, the partial one included."""
+        return -(-num_tokens // self.block_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt, as the policy sees it. `key` is any digest of its tokens; it breaks ties."""
 
     num_tokens: int
-    block_size: int
-    block_bytes: int
+    token_bytes: int  # KV of one token, over all layers and heads
     num_layers: int
     key: bytes = b""
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks its KV fills, the partial one included."""
-        return -(-self.num_tokens // self.block_size)
+    def uncached_tokens(self, replica: Replica) -> int:
+        """Tokens left for it to compute; the last one always is."""
+        reusable = min(replica.matched_blocks, (self.num_tokens - 1) // replica.block_size)
+        return self.num_tokens - reusable * replica.block_size
 
-    def uncached_tokens(self, matched_blocks: int) -> int:
-        """Tokens left to compute; the last one always is."""
-        reusable = min(matched_blocks, (self.num_tokens - 1) // self.block_size)
-        return self.num_tokens - reusable * self.block_size
+    def shipped_bytes(self, prefill: Replica, decode: Replica) -> int:
+        """What decode lacks, in blocks as large as the smaller of theirs."""
+        unit = min(prefill.block_size, decode.block_size)
+        whole_tokens = -(-self.num_tokens // unit) * unit
+        return max(0, whole_tokens - decode.matched_tokens) * self.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +192,8 @@ def _candidates(
 def _pair_terms(
     prompt: Prompt, prefill: Replica, decode: Replica, link_bytes_per_ms: float, weights: Weights
 ) -> Terms:
-    compute_ms = prompt.uncached_tokens(prefill.matched_blocks) * prefill.ms_per_token
-    lacking = max(0, prompt.num_blocks - decode.matched_blocks)
-    link_ms = lacking * prompt.block_bytes / link_bytes_per_ms
+    compute_ms = prompt.uncached_tokens(prefill) * prefill.ms_per_token
+    link_ms = prompt.shipped_bytes(prefill, decode) / link_bytes_per_ms
     # Layer by layer: all but the first layer's compute can hide the sending of the one before.
     hidden_ms = compute_ms * (prompt.num_layers - 1) / prompt.num_layers
     return Terms(
@@ -197,7 +205,7 @@ def _pair_terms(
 
 
 def _alone_terms(prompt: Prompt, decode: Replica, weights: Weights) -> Terms:
-    compute_ms = prompt.uncached_tokens(decode.matched_blocks) * decode.ms_per_token
+    compute_ms = prompt.uncached_tokens(decode) * decode.ms_per_token
     return Terms(
         queue_ms=decode.queued_tokens * decode.ms_per_token,
         compute_ms=compute_ms,
@@ -208,7 +216,7 @@ def _alone_terms(prompt: Prompt, decode: Replica, weights: Weights) -> Terms:
 
 def _wait_ms(prompt: Prompt, decode: Replica, weights: Weights) -> float:
     """Until decode's first own token: a step for each that waits, its own, and room for its KV."""
-    lacking = max(0, prompt.num_blocks - decode.matched_blocks)
+    lacking = max(0, decode.blocks_for(prompt.num_tokens) - decode.matched_blocks)
     full_ms = weights.full_pool_ms if lacking > decode.free_blocks else 0.0
     steps = decode.waiting + 1 + weights.crowding * decode.running
     return steps * decode.step_ms + full_ms
@@ -233,12 +241,10 @@ def _prefill_refusal(prompt: Prompt, prefill: Replica, pins: Pins) -> str:
 
 
 def _too_small(prompt: Prompt, replica: Replica) -> str:
-    if prompt.num_blocks <= replica.total_blocks:
+    num_blocks = replica.blocks_for(prompt.num_tokens)
+    if num_blocks <= replica.total_blocks:
         return ""
-    return (
-        f"{replica.name} has {replica.total_blocks} blocks in all,"
-        f" the prompt needs {prompt.num_blocks}"
-    )
+    return f"{replica.name} has {replica.total_blocks} blocks in all, the prompt needs {num_blocks}"
 
 
 def _shared_wire(prefill: Replica, decode: Replica, pins: Pins) -> tuple[str, str]:

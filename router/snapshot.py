@@ -25,10 +25,14 @@ class Snapshot:
     decodes: Mapping[str, Worker]
 
     @property
-    def best_match(self) -> int:
-        """The most blocks that any usable worker holds."""
+    def available_tokens(self) -> int:
+        """The most prompt tokens that any usable worker need not compute."""
         seen = [*self.replicas.prefills, *self.replicas.decodes]
-        return max((each.matched_blocks for each in seen if not each.refused), default=0)
+        return max((self.held_tokens(each) for each in seen if not each.refused), default=0)
+
+    def held_tokens(self, replica: policy.Replica) -> int:
+        """The prompt tokens it need not compute."""
+        return self.prompt.num_tokens - self.prompt.uncached_tokens(replica)
 
     def holders(self, *others: str) -> tuple[str, ...]:
         """Where blocks of the prompt can be had besides: rank 0 of who holds most of them."""
@@ -58,9 +62,8 @@ def take_snapshot(
     pairs = [(prefill, decode) for prefill in prefills.values() for decode in decodes.values()]
 
     def replica(worker: Worker) -> policy.Replica:
-        matched = matched_tokens.get(worker.name, 0) // (shape.block_size if shape else 1)
         why = worker.standing or refused(worker.record.instance)
-        return _replica(worker, matched, why, usual_ms)
+        return _replica(worker, matched_tokens.get(worker.name, 0), why, usual_ms)
 
     replicas = policy.Replicas(
         prefills=[replica(worker) for worker in prefills.values()],
@@ -86,7 +89,7 @@ def _by_name(workers: Iterable[Worker], role: Role) -> dict[str, Worker]:
 
 
 def _shape(workers: Iterable[Worker]) -> Manifest | None:
-    """The geometry that blocks are counted in: that of the first worker that fits, decode first."""
+    """The geometry of a token's KV: that of the first worker that fits, decode first."""
     ordered = sorted(workers, key=lambda worker: bool(worker.unfit))
     return ordered[0].record.manifest if ordered else None
 
@@ -106,14 +109,15 @@ def _usual_ms_per_token(workers: Iterable[Worker]) -> float:
 
 
 def _replica(
-    worker: Worker, matched_blocks: int, refused: str, usual_ms_per_token: float
+    worker: Worker, matched_tokens: int, refused: str, usual_ms_per_token: float
 ) -> policy.Replica:
-    load = worker.record.load
+    load, block_size = worker.record.load, max(1, worker.record.manifest.block_size)
     return policy.Replica(
         name=worker.name,
         ms_per_token=load.prefill_ms_per_token or usual_ms_per_token,
+        block_size=block_size,
         queued_tokens=worker.foreign_tokens + worker.booked_tokens,
-        matched_blocks=matched_blocks,
+        matched_blocks=matched_tokens // block_size,
         running=max(load.running, worker.booked_requests),
         waiting=load.waiting,
         step_ms=load.decode_step_ms,
@@ -127,13 +131,12 @@ def _replica(
 
 def _prompt(num_tokens: int, key: bytes, shape: Manifest | None) -> policy.Prompt:
     if shape is None:
-        return policy.Prompt(num_tokens, block_size=16, block_bytes=0, num_layers=1, key=key)
+        return policy.Prompt(num_tokens, token_bytes=0, num_layers=1, key=key)
     cells = shape.num_layers * shape.num_kv_heads * PLANES
     value_bytes = BYTES_PER_VALUE.get(shape.dtype, 4)
     return policy.Prompt(
         num_tokens=num_tokens,
-        block_size=shape.block_size,
-        block_bytes=cells * shape.block_size * shape.head_dim * value_bytes,
+        token_bytes=cells * shape.head_dim * value_bytes,
         num_layers=shape.num_layers,
         key=key,
     )

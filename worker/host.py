@@ -26,6 +26,7 @@ from engine.clock import Clock, MonotonicClock
 from engine.engine import Engine, EngineConfig
 from kvcache.block_hash import index_key
 from kvcache.block_pool import BlockEvent, BlockPool, Removed, Stored
+from kvcache.layout import KvLayout
 from model.source import ModelSource, open_model
 from prefix_index.announcer import Announcer
 from prefix_index.index import Load, WorkerRecord
@@ -124,8 +125,11 @@ class _Life:
 
     def summary(self) -> str:
         heads = " ".join(f"[{start}..{stop})" for start, stop in self.record.kv_intervals)
+        usual = self.settings.kv_layout is KvLayout.HEAD_MAJOR
+        layout = "" if usual else f" {self.settings.kv_layout}"
         return (
-            f"{self.settings.num_blocks} blocks x {self.settings.block_size} tokens, "
+            f"{self.settings.num_blocks} blocks x {self.settings.block_size} tokens"
+            f"{layout}, "
             f"tp {self.settings.tp}, KV heads {heads}, {self.record.address}"
         )
 
@@ -159,7 +163,7 @@ async def _open(
     stack.push_async_callback(cleanups.drain)
     others = _channels(ranks, stack)
     intake = WorkIntake(
-        source.namespace(settings.block_size, settings.dtype),
+        source.namespace(settings.dtype),
         settings.block_size,
         engine.new_key,
     )
@@ -230,7 +234,7 @@ def _engine(
         parts.store,
         BlockPool(settings.num_blocks),
         ranks.comm,
-        source.namespace(settings.block_size, settings.dtype),
+        source.namespace(settings.dtype),
         clock,
         tokenizer=source.tokenizer(),
         observer=side.observer,

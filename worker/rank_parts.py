@@ -59,7 +59,8 @@ def build_rank(settings: WorkerSettings, source: ModelSource, comm: Comm) -> Ran
     device = device_of(settings, comm.rank)
     model = source.load(head_map, comm.rank, comm, device, settings.dtype, settings.block_size)
     try:
-        store = KvStore(spec, head_map.kv[comm.rank], settings.num_blocks, device)
+        heads, layout = head_map.kv[comm.rank], settings.kv_layout
+        store = KvStore(spec, heads, settings.num_blocks, device, layout)
     except (RuntimeError, MemoryError) as error:
         gib = spec.bytes_per_block(len(head_map.kv[comm.rank])) * settings.num_blocks / 2**30
         raise CannotStart(
@@ -85,7 +86,7 @@ def manifest_of(settings: WorkerSettings, source: ModelSource) -> Manifest:
     return Manifest(
         protocol=PROTOCOL,
         model=source.name,
-        namespace=source.namespace(settings.block_size, settings.dtype).hex(),
+        namespace=source.namespace(settings.dtype).hex(),
         block_size=settings.block_size,
         dtype=spec.dtype,
         num_layers=config.num_layers,
@@ -96,4 +97,5 @@ def manifest_of(settings: WorkerSettings, source: ModelSource) -> Manifest:
         vocab_size=source.vocab_size,
         wires=settings.wires,
         host=host_id(),
+        kv_layout=settings.kv_layout.value,
     )

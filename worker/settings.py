@@ -4,6 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kvcache.layout import KvLayout
+
 WireName = Literal["shm", "tcp", "grpc", "gloo", "nccl"]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -33,7 +35,9 @@ class WorkerSettings(BaseModel):
     redis_url: str = "redis://127.0.0.1:6380"
     key_prefix: Annotated[str, Field(min_length=1, max_length=32)] = "kvferry"
 
+    # Neither need be the same on both sides of a transfer.
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 16
+    kv_layout: KvLayout = KvLayout.HEAD_MAJOR
     num_blocks: Annotated[int, Field(ge=2, le=10_000_000)] = 1024
     max_tokens_per_step: Count = 512
     max_running: Count = 32

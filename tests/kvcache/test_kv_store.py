@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kvcache.capacity import shared_by
 from kvcache.cells import cell_digests
 from kvcache.head_map import HeadInterval, HeadMap
-from kvcache.kv_store import KvLayout, KvStore
+from kvcache.kv_store import KvStore
+from kvcache.layout import KvLayout
 from kvcache.spec import CacheSpec, LayerGroup, LayerKind, Plane, ShardAxis
 
 DTYPES = ["float32", "float16", "bfloat16", "int64"]

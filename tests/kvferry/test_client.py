@@ -39,9 +39,10 @@ EXPLANATION = Explanation(
             cost_ms=12.5,
             terms_ms={"compute": 12.5},
             prefill_matched_blocks=2,
+            prefill_matched_tokens=32,
         ),
         Candidate(decode="decode-0", cost_ms=90.0, terms_ms={"compute": 80.0, "queue": 10.0}),
-        Candidate(prefill="prefill-0", decode="decode-0", refused="block_size differs"),
+        Candidate(prefill="prefill-0", decode="decode-0", refused="num_layers differs"),
     ],
 )
 JOURNEY = Journey(
@@ -147,7 +148,7 @@ async def test_the_tables_say_why_each_pair_was_taken_passed_over_or_refused() -
     shown = console.export_text()
     assert "holds 2 of 2 blocks" in shown
     assert "compute 80.0 + queue 10.0" in shown
-    assert "block_size differs" in shown
+    assert "num_layers differs" in shown
     assert "decode-0 alone" in shown
 
 

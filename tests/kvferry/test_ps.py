@@ -49,12 +49,14 @@ def worker(name: str, role: Role, manifest: Manifest = MANIFEST) -> WorkerRecord
 
 
 def test_a_pair_that_will_never_be_routed_is_named_with_its_reason() -> None:
-    odd = worker("prefill-1", Role.PREFILL, replace(MANIFEST, block_size=32))
+    odd = worker("prefill-1", Role.PREFILL, replace(MANIFEST, dtype="bfloat16"))
     workers = [worker("prefill-0", Role.PREFILL), odd, worker("decode-0", Role.DECODE)]
     assert unusable_pairs(workers) == [
-        "prefill-1 cannot serve decode-0: block_size differs: 32 here, 16 there"
+        "prefill-1 cannot serve decode-0: dtype differs: bfloat16 here, float32 there"
     ]
     assert unusable_pairs(workers[::2]) == []
+    large = worker("prefill-2", Role.PREFILL, replace(MANIFEST, block_size=32))
+    assert unusable_pairs([large, *workers[::2]]) == []
 
 
 def test_a_missing_half_is_said() -> None:
@@ -75,5 +77,6 @@ def test_the_table_shows_each_workers_own_books_or_that_it_does_not_answer() -> 
     shown = console.export_text()
     assert "[0..2) [2..3)" in shown
     assert "4 + 10 / 64" in shown
+    assert "of 16 tokens, head-major" in shown
     assert "draining" in shown
     assert "no answer (UNAVAILABLE: gone)" in shown

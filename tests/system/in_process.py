@@ -274,7 +274,7 @@ def _engine(
         parts[0].store,
         BlockPool(settings.num_blocks),
         comms[0],
-        source.namespace(settings.block_size, settings.dtype),
+        source.namespace(settings.dtype),
         MonotonicClock(),
         tokenizer=source.tokenizer(),
         observer=observers[0],
@@ -295,7 +295,7 @@ def _engine(
 
 def _front(source: ModelSource, settings: WorkerSettings, worker: Worker) -> Front:
     intake = WorkIntake(
-        source.namespace(settings.block_size, settings.dtype),
+        source.namespace(settings.dtype),
         settings.block_size,
         worker.engine.new_key,
     )

@@ -89,7 +89,7 @@ async def test_two_prefill_workers_give_one_prompt_the_same_names_in_redis(
     """Processes of their own, so of different hash seeds; and the names are these in any."""
     prompt = prompt_of(64, seed=2)
     source = open_model("checksum")
-    names = name_blocks(source.namespace(16, "float32"), PUBLIC, prompt, 16)
+    names = name_blocks(source.namespace("float32"), PUBLIC, prompt, 16)
     keys = [index_key(name) for name in names]
     index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=f"{cluster.key_prefix}:")
     try:

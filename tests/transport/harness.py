@@ -13,7 +13,8 @@ import torch
 
 from engine.clock import Clock, MonotonicClock
 from kvcache.head_map import HeadInterval, HeadMap
-from kvcache.kv_store import KvLayout, KvStore
+from kvcache.kv_store import KvStore
+from kvcache.layout import KvLayout
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Hello
 from protos.transfer_pb2_grpc import add_TransferServicer_to_server

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvcache.kv_store import KvLayout
+from kvcache.layout import KvLayout
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Open
 from tests.transport.harness import SPEC, WIRES, cluster, network, soon

@@ -29,7 +29,7 @@ def test_2000_prompts_whose_index_keys_collide_all_get_their_own_answers(
     assert isinstance(source.config, ChecksumConfig)
     comm, spec = SingleComm(), source.cache_spec(16)
     heads = HeadMap.even(9, 3, 1)
-    store, space = KvStore(spec, heads.kv[0], 64), source.namespace(16)
+    store, space = KvStore(spec, heads.kv[0], 64), source.namespace()
     model = source.load(heads, 0, comm)
     engine = Engine(EngineConfig(), model, store, BlockPool(64), comm, space, MonotonicClock())
     rng, keys, seen = random.Random(8), set[bytes](), 0
