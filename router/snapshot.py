@@ -37,8 +37,8 @@ class Snapshot:
     def holders(self, *others: str) -> tuple[str, ...]:
         """Where blocks of the prompt can be had besides: rank 0 of who holds most of them."""
         known = [*self.replicas.prefills, *self.replicas.decodes]
-        holding = [each for each in known if each.matched_blocks and each.name not in others]
-        best = sorted(holding, key=lambda each: -each.matched_blocks)[:MAX_HOLDERS]
+        holding = [each for each in known if each.matched_tokens and each.name not in others]
+        best = sorted(holding, key=lambda each: -each.matched_tokens)[:MAX_HOLDERS]
         workers = {**self.prefills, **self.decodes}
         return tuple(workers[each.name].record.address for each in best)
 
