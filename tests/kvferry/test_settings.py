@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcache.layout import KvLayout
+from kvferry.cli import flags_of
 from kvferry.errors import BadSettings
 from kvferry.settings import Settings, child_environment, default_state_dir, load, parse_assignments
 
@@ -65,6 +67,18 @@ def test_a_shared_field_reaches_every_section_that_does_not_set_it_itself(file: 
     assert settings.router.key_prefix == "blue"
     assert settings.prefill.wires == ("grpc",)
     assert settings.decode.key_prefix == "blue"
+
+
+def test_each_role_may_have_blocks_and_pools_of_its_own_shape(file: Path) -> None:
+    flags = flags_of(["kv_layout=token-major"], prefill__block_size=32, block_size=64)
+    settings = load(file, flags)
+    assert (settings.prefill.block_size, settings.decode.block_size) == (32, 64)
+    assert settings.prefill.kv_layout is settings.decode.kv_layout is KvLayout.TOKEN_MAJOR
+    again = type(settings.prefill).model_validate_json(settings.prefill.model_dump_json())
+    assert again == settings.prefill
+    assert load(file).decode.kv_layout is KvLayout.HEAD_MAJOR
+    with pytest.raises(BadSettings, match=r"decode\.kv_layout = 'diagonal'"):
+        load(file, {"decode": {"kv_layout": "diagonal"}})
 
 
 def test_the_redis_that_was_found_reaches_every_section() -> None:
