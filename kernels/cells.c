@@ -33,28 +33,41 @@ static void copy_cell(char *to, int64_t to_stride, const char *from, int64_t fro
         memcpy(to + slot * to_stride, from + slot * from_stride, at->slot_bytes);
 }
 
+/* Digests, where they are wanted, are made of the copy while a cache still holds it; those of one
+ * block lie `digest_stride` apart from those of the next. */
 void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
-                  char *cells, int64_t block_stride) {
+                  char *cells, int64_t block_stride, digest_fn digest, uint64_t *digests,
+                  int64_t digest_stride) {
+    const int64_t cell_bytes = at->num_slots * at->slot_bytes;
     for (int64_t b = 0; b < num_blocks; b++) {
         char *to = cells + b * block_stride;
+        uint64_t *found = digests ? digests + b * digest_stride : NULL;
         for (int64_t head = at->lo; head < at->hi; head++)
             for (int64_t plane = 0; plane < at->num_planes; plane++) {
                 const char *cell = cell_of(pool, at, blocks[b], head, plane);
                 copy_cell(to, at->slot_bytes, cell, at->slot_stride, at);
-                to += at->num_slots * at->slot_bytes;
+                if (found) *found++ = digest(to, cell_bytes);
+                to += cell_bytes;
             }
     }
 }
 
+/* With digests, a cell is written only if it is what its digest says; `bad` is set for the others. */
 void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
-                   const char *cells, int64_t block_stride) {
+                   const char *cells, int64_t block_stride, digest_fn digest,
+                   const uint64_t *digests, int64_t digest_stride, uint8_t *bad) {
+    const int64_t cell_bytes = at->num_slots * at->slot_bytes;
     for (int64_t b = 0; b < num_blocks; b++) {
         const char *from = cells + b * block_stride;
+        int64_t row = b * digest_stride;
         for (int64_t head = at->lo; head < at->hi; head++)
-            for (int64_t plane = 0; plane < at->num_planes; plane++) {
-                char *cell = cell_of(pool, at, blocks[b], head, plane);
-                copy_cell(cell, at->slot_stride, from, at->slot_bytes, at);
-                from += at->num_slots * at->slot_bytes;
+            for (int64_t plane = 0; plane < at->num_planes; plane++, row++) {
+                if (digests && digest(from, cell_bytes) != digests[row])
+                    bad[row] = 1;
+                else
+                    copy_cell(cell_of(pool, at, blocks[b], head, plane), at->slot_stride, from,
+                              at->slot_bytes, at);
+                from += cell_bytes;
             }
     }
 }

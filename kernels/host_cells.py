@@ -55,8 +55,12 @@ class HostCells(NamedTuple):
         block_ids: NDArray[np.int64],
         cells: NDArray[np.uint8],
         block_stride: int,
+        digests: NDArray[np.uint64] | None = None,
     ) -> None:
-        """From the pool at address `pool` into `cells`, `block_stride` bytes a block."""
+        """From the pool at address `pool` into `cells`, `block_stride` bytes a block.
+
+        `digests` [blocks, cells of a block], if given, takes xxh3-64 of each cell.
+        """
         self.library.gather_cells(
             ctypes.c_void_p(pool),
             ctypes.byref(layout),
@@ -64,6 +68,8 @@ class HostCells(NamedTuple):
             ctypes.c_int64(len(block_ids)),
             ctypes.c_void_p(cells.ctypes.data),
             ctypes.c_int64(block_stride),
+            self.digest,
+            *_rows(digests),
         )
 
     def scatter(
@@ -73,8 +79,13 @@ class HostCells(NamedTuple):
         block_ids: NDArray[np.int64],
         cells: NDArray[np.uint8],
         block_stride: int,
+        digests: NDArray[np.uint64] | None = None,
+        bad: NDArray[np.bool_] | None = None,
     ) -> None:
-        """The other way."""
+        """The other way. With `digests`, only cells that are what these say; `bad`, of the same
+        shape, becomes true for the others.
+        """
+        assert (digests is None) == (bad is None)
         self.library.scatter_cells(
             ctypes.c_void_p(pool),
             ctypes.byref(layout),
@@ -82,6 +93,9 @@ class HostCells(NamedTuple):
             ctypes.c_int64(len(block_ids)),
             ctypes.c_void_p(cells.ctypes.data),
             ctypes.c_int64(block_stride),
+            self.digest,
+            *_rows(digests),
+            ctypes.c_void_p(None if bad is None else bad.ctypes.data),
         )
 
     def digests(self, cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
@@ -96,6 +110,15 @@ class HostCells(NamedTuple):
             ctypes.c_void_p(found.ctypes.data),
         )
         return found
+
+
+def _rows(digests: NDArray[np.uint64] | None) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+    """Where the digests are, and how many cells on those of the next block."""
+    if digests is None:
+        return ctypes.c_void_p(None), ctypes.c_int64(0)
+    assert digests.strides[1] == digests.itemsize
+    stride = digests.strides[0] // digests.itemsize
+    return ctypes.c_void_p(digests.ctypes.data), ctypes.c_int64(stride)
 
 
 @functools.cache

@@ -66,9 +66,10 @@ class KvStore:
         heads: Sequence[int],
         tail_tokens: int | None = None,
         out: NDArray[np.uint8] | None = None,
+        digests: NDArray[np.uint64] | None = None,
     ) -> NDArray[np.uint8]:
         """As `PoolCells`, by whole blocks."""
-        return self._cells.gather_cells(layer, block_ids, heads, tail_tokens, out)
+        return self._cells.gather_cells(layer, block_ids, heads, tail_tokens, out, digests)
 
     def scatter_cells(
         self,
@@ -76,9 +77,10 @@ class KvStore:
         block_ids: Sequence[int],
         heads: Sequence[int],
         cells: bytes | bytearray | memoryview | NDArray[np.uint8],
-    ) -> None:
+        digests: NDArray[np.uint64] | None = None,
+    ) -> NDArray[np.intp]:
         """As `PoolCells`, by whole blocks."""
-        self._cells.scatter_cells(layer, block_ids, heads, cells)
+        return self._cells.scatter_cells(layer, block_ids, heads, cells, digests)
 
     def cut(self, block_size: int) -> PoolCells:
         """The same cells, in blocks of fewer tokens. Raises ValueError for what does not divide."""

@@ -8,6 +8,7 @@ speak of parts as large as the smaller of the two, so both know each cell by the
     pool_NPHSD   one layer: N blocks, P planes (K, V), H local KV heads, S slots, D head dim
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from kernels import host_cells
 from kernels.gather_blocks import gather_cells
 from kernels.scatter_blocks import scatter_cells
+from kvcache.cells import bad_cells, cell_digests
 from kvcache.head_map import HeadInterval
 from kvcache.spec import CacheSpec
 
@@ -59,12 +61,14 @@ class PoolCells:
         heads: Sequence[int],
         tail_tokens: int | None = None,
         out: NDArray[np.uint8] | None = None,
+        digests: NDArray[np.uint64] | None = None,
     ) -> NDArray[np.uint8]:
         """A copy of the cells of `heads` (ascending) in `block_ids`: [num_cells, cell_bytes].
 
         With `tail_tokens`, only so many slots of the last block have meaning, and the rest of it
         comes out zero, so that equal tokens give equal digests. `out` takes the cells, as many
-        bytes as they are; else they come in memory of their own.
+        bytes as they are; else they come in memory of their own. `digests` [num_cells] takes
+        their digests, made on the way.
         """
         pool_NPHSD = self._layers[layer]
         runs = self._local_runs(heads)
@@ -74,12 +78,14 @@ class PoolCells:
         if out is None:
             out = np.empty(shape, dtype=np.uint8)
         cells_BHPC = out.reshape(shape)
+        digests_BN = _by_block(digests, shape)
         if self._host is not None:
             self._check_ids(block_ids)
             ids_B = np.array(block_ids, dtype=np.int64)
-            for layout, cells in self._host_runs(pool_NPHSD, runs, cells_BHPC):
+            for layout, cells, first in self._host_runs(pool_NPHSD, runs, cells_BHPC):
                 address, stride = pool_NPHSD.data_ptr(), cells_BHPC.strides[0]
-                self._host.gather(address, layout, ids_B, cells, stride)
+                own_BN = None if digests_BN is None else digests_BN[:, first:]
+                self._host.gather(address, layout, ids_B, cells, stride, own_BN)
         else:
             block_ids_B = self._ids(block_ids, pool_NPHSD.device)
             taken = 0
@@ -92,6 +98,10 @@ class PoolCells:
                 taken += hi - lo
         if tail_tokens is not None and len(block_ids):
             cells_BHPC[-1, :, :, tail_tokens * slot_bytes :] = 0
+            if digests_BN is not None:
+                digests_BN[-1] = cell_digests(cells_BHPC[-1].reshape(-1, cell_bytes))
+        if digests is not None and self._host is None:
+            digests[:] = cell_digests(cells_BHPC.reshape(-1, cell_bytes))
         return cells_BHPC.reshape(-1, cell_bytes)
 
     def scatter_cells(
@@ -100,10 +110,13 @@ class PoolCells:
         block_ids: Sequence[int],
         heads: Sequence[int],
         cells: bytes | bytearray | memoryview | NDArray[np.uint8],
-    ) -> None:
+        digests: NDArray[np.uint64] | None = None,
+    ) -> NDArray[np.intp]:
         """Write the cells of `heads` (ascending) into `block_ids`, in the order they are gathered.
 
-        Raises ValueError when `cells` is not exactly as many bytes as that.
+        With `digests` [num_cells], only the cells that are what these say are written; returned
+        are the others, as rows of [num_cells, cell_bytes]. Raises ValueError when `cells` is not
+        exactly as many bytes as that.
         """
         pool_NPHSD = self._layers[layer]
         runs = self._local_runs(heads)
@@ -120,30 +133,46 @@ class PoolCells:
             self._check_ids(block_ids)
             ids_B = np.array(block_ids, dtype=np.int64)
             cells_BHPC = raw.reshape(*shape[:3], -1)
-            for layout, run_cells in self._host_runs(pool_NPHSD, runs, cells_BHPC):
+            digests_BN = _by_block(digests, shape)
+            bad_BN = np.zeros((shape[0], shape[1] * shape[2]), dtype=np.bool_)
+            for layout, run_cells, first in self._host_runs(pool_NPHSD, runs, cells_BHPC):
                 address, stride = pool_NPHSD.data_ptr(), cells_BHPC.strides[0]
-                self._host.scatter(address, layout, ids_B, run_cells, stride)
-            return
+                proofs_BN = None if digests_BN is None else digests_BN[:, first:]
+                misses_BN = None if digests_BN is None else bad_BN[:, first:]
+                self._host.scatter(address, layout, ids_B, run_cells, stride, proofs_BN, misses_BN)
+            return np.flatnonzero(bad_BN)
+        bad = np.empty(0, dtype=np.intp)
+        if digests is not None:
+            bad = bad_cells(raw.reshape(math.prod(shape[:3]), -1), digests)
         owned = torch.empty(want, dtype=torch.uint8)  # aligned, and torch refuses read-only arrays
         owned.numpy()[:] = raw
         cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape).to(pool_NPHSD.device)
         block_ids_B = self._ids(block_ids, pool_NPHSD.device)
+        if len(bad):  # put what is there in place of what is not to be written
+            there = self.gather_cells(layer, block_ids, heads)[bad]
+            rows_NSD = owned.view(math.prod(shape[:3]), -1)
+            rows_NSD[torch.from_numpy(bad)] = torch.from_numpy(there)
+            cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape).to(pool_NPHSD.device)
         taken = 0
         for lo, hi in runs:
             run_BHPSD = cells_BHPSD[:, taken : taken + hi - lo].contiguous()
             scatter_cells(run_BHPSD, pool_NPHSD, block_ids_B, lo, self._parts)
             taken += hi - lo
+        return bad
 
     def _host_runs(
         self, pool_NPHSD: Tensor, runs: list[tuple[int, int]], cells_BHPC: NDArray[np.uint8]
-    ) -> Iterator[tuple[host_cells.Layout, NDArray[np.uint8]]]:
-        """For each run of heads, where it lies in the pool, and where its first cell lies."""
+    ) -> Iterator[tuple[host_cells.Layout, NDArray[np.uint8], int]]:
+        """For each run of heads, where it lies in the pool, and where its first cell lies: in
+        memory, and counted within its block.
+        """
         item_bytes, head_dim = pool_NPHSD.element_size(), pool_NPHSD.shape[4]
         *strides, _ = (stride * item_bytes for stride in pool_NPHSD.stride())
         cell = (pool_NPHSD.shape[1], self.spec.block_size, head_dim * item_bytes, self._parts)
         taken = 0
         for lo, hi in runs:
-            yield host_cells.Layout(*strides, *cell, lo, hi), cells_BHPC[:, taken:]
+            first = taken * pool_NPHSD.shape[1]
+            yield host_cells.Layout(*strides, *cell, lo, hi), cells_BHPC[:, taken:], first
             taken += hi - lo
 
     def _check_ids(self, block_ids: Sequence[int]) -> None:
@@ -171,3 +200,14 @@ class PoolCells:
                 runs.append((local, local + 1))
         assert runs, "no heads asked for"
         return runs
+
+
+def _by_block(
+    digests: NDArray[np.uint64] | None, shape_BHPC: Sequence[int]
+) -> NDArray[np.uint64] | None:
+    """Digests [num_cells] as [blocks, cells of a block], in the same memory."""
+    if digests is None:
+        return None
+    num_blocks, num_heads, num_planes = shape_BHPC[:3]
+    assert digests.dtype == np.uint64 and digests.flags.c_contiguous
+    return digests.reshape(num_blocks, num_heads * num_planes)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.cells import cell_digests
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame, Open, SealAll
 from transport.chunk_check import chunk_check
@@ -35,6 +34,7 @@ class CellSource(Protocol):
         heads: Sequence[int],
         tail_tokens: int | None,
         out: NDArray[np.uint8] | None = None,
+        digests: NDArray[np.uint64] | None = None,
     ) -> NDArray[np.uint8]: ...
 
 
@@ -105,19 +105,19 @@ def gather(
     run, shape = part.run, departure.shape
     if shape.parts > 1:
         source = source.cut(shape.block_size)
+    num_planes = len(shape.layers[run.layer].planes)
+    digests = np.empty(len(run.block_ids) * len(heads) * num_planes, dtype=np.uint64)
+    out = None if room is None else np.frombuffer(room, dtype=np.uint8)
+    cells = source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out, digests)
     if room is None:
-        cells = source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens)
         room = np.ascontiguousarray(cells).reshape(-1).data
-    else:
-        out = np.frombuffer(room, dtype=np.uint8)
-        cells = source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out)
     chunk = Chunk(
         seq=part.seq,
         layer=run.layer,
         first_block=run.first_block,
         num_blocks=len(run.block_ids),
         payload_bytes=cells.nbytes,
-        digests=cell_digests(cells).astype("<u8").tobytes(),
+        digests=digests.astype("<u8", copy=False).tobytes(),
         heads=part.heads,
     )
     chunk.check = chunk_check(departure.order.key, chunk)

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import grpc.aio
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.clock import MonotonicClock
 from kvcache.head_map import HeadInterval, HeadMap
@@ -176,14 +175,18 @@ def _digests(on: bool) -> Iterator[None]:
         yield
         return
 
-    def none(cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
-        return np.zeros(len(cells), dtype=np.uint64)
+    gather, scatter = KvStore.gather_cells, KvStore.scatter_cells
 
-    def never(*_: Any) -> NDArray[np.intp]:
-        return np.empty(0, dtype=np.intp)
+    def gather_only(*arguments: Any) -> Any:
+        *others, digests = arguments
+        digests[:] = 0
+        return gather(*others)
+
+    def scatter_only(*arguments: Any) -> Any:
+        return scatter(*arguments[:-1])
 
     with (
-        patch("transport.departure.cell_digests", none),
-        patch("transport.landing.bad_cells", never),
+        patch.object(KvStore, "gather_cells", gather_only),
+        patch.object(KvStore, "scatter_cells", scatter_only),
     ):
         yield

@@ -48,9 +48,22 @@ def test_gather_and_scatter_equal_the_references(
     out = np.empty(cells.nbytes, dtype=np.uint8)
     assert np.array_equal(compiled.gather_cells(1, blocks, heads, tail, out), cells)
     assert np.array_equal(out, cells.reshape(-1))
+    for store in (compiled, plain):
+        digests = np.zeros(len(cells), dtype=np.uint64)
+        store.gather_cells(1, blocks, heads, tail, digests=digests)
+        assert digests.tolist() == cell_digests_reference(cells).tolist()
     changed = np.bitwise_xor(cells, np.uint8(1))
     for store in (compiled, plain):
-        store.scatter_cells(0, blocks, heads, changed)
+        assert not len(store.scatter_cells(0, blocks, heads, changed))
+    again = np.bitwise_xor(cells, np.uint8(3))
+    digests = cell_digests_reference(again)
+    spoilt = sorted(data.draw(st.sets(st.integers(0, len(cells) - 1))))
+    digests[spoilt] += np.uint64(1)
+    for store in (compiled, plain):
+        assert store.scatter_cells(1, blocks, heads, again, digests).tolist() == spoilt
+        found = store.gather_cells(1, blocks, heads)
+        good = np.setdiff1d(np.arange(len(cells)), spoilt)
+        assert np.array_equal(found[good], again[good])
     for layer in range(2):
         both = [store.layer(layer).view(torch.uint8) for store in (compiled, plain)]
         assert torch.equal(*both)
@@ -60,5 +73,5 @@ def test_without_a_compiler_the_references_do_the_work(monkeypatch: pytest.Monke
     def none(*_: object) -> None:
         raise FileNotFoundError("cc")
 
-    monkeypatch.setattr(host_cells, "_compiled", none)
+    monkeypatch.setattr(host_cells, "compiled", none)
     assert host_cells.load.__wrapped__() is None

@@ -475,11 +475,16 @@ class SlowSink:
         self._store = store
 
     def scatter_cells(
-        self, layer: int, block_ids: Sequence[int], heads: Sequence[int], cells: NDArray[np.uint8]
-    ) -> None:
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: NDArray[np.uint8],
+        digests: NDArray[np.uint64] | None = None,
+    ) -> NDArray[np.intp]:
         self.entered.set()
         assert self.may_write.wait(10)
-        self._store.scatter_cells(layer, block_ids, heads, cells)
+        return self._store.scatter_cells(layer, block_ids, heads, cells, digests)
 
 
 async def test_an_abort_returns_only_when_the_last_writer_is_gone() -> None:
@@ -528,10 +533,11 @@ async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> No
             heads: Sequence[int],
             tail_tokens: int | None,
             out: NDArray[np.uint8] | None = None,
+            digests: NDArray[np.uint64] | None = None,
         ) -> NDArray[np.uint8]:
             reading.set()
             assert may_read.wait(10)
-            return self._store.gather_cells(layer, block_ids, heads, tail_tokens, out)
+            return self._store.gather_cells(layer, block_ids, heads, tail_tokens, out, digests)
 
     async with network("loopback") as net, cluster(net) as group:
         source = SlowSource(group.prefill.stores[0])
