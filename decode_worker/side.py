@@ -50,7 +50,7 @@ class DecodeSide:
 
     def serve_ranks(self, server: grpc.aio.Server) -> None:
         transfer = TransferServicer(self.receiver, acceptors(self._context.settings))
-        transfer_pb2_grpc.add_TransferServicer_to_server(transfer, server)
+        transfer.add_to(server)
         if self._context.identity.rank > 0:
             servicer = DecodeRankServicer(self.receiver)
             rank_pb2_grpc.add_DecodeRankServicer_to_server(servicer, server)

@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 
 from protos.transfer_pb2 import Frame, Hello, Welcome
-from protos.transfer_pb2_grpc import TransferStub
 from transport.grpc_options import channel_options
+from transport.joined import Message, join, split
 from transport.link import Ending, LinkClosed, LinkRefused
 from transport.staging import Staging
 
@@ -21,9 +21,11 @@ HANGUP_S = 1.0  # for the other end to read what was sent before we hang up
 
 _STREAM_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
-Call = grpc.aio.StreamStreamCall[Frame, Frame]
+LINK = "/kvferry.v1.Transfer/Link"
+
+Call = grpc.aio.StreamStreamCall[Message, Message]
 Read = Callable[[], Awaitable[object]]
-Write = Callable[[Frame], Awaitable[None]]
+Write = Callable[[Message], Awaitable[None]]
 
 
 class GrpcLink:
@@ -40,33 +42,30 @@ class GrpcLink:
 
     async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
         self.end.check()
-        if payload is not None:
-            frame.chunk.payload = payload.tobytes()
-        await self.end.unless(self._write_alone(frame), abandon=True)
+        await self.end.unless(self._write_alone((frame, payload)), abandon=True)
 
     async def recv(self) -> tuple[Frame, memoryview | None]:
         try:
-            frame = await self.end.unless(self._read())
+            message = await self.end.unless(self._read())
         except _STREAM_ERRORS as error:
             self.end.come(_reason(error))
             if isinstance(error, grpc.RpcError) and _refuses(error):
                 raise LinkRefused(_reason(error)) from error
             raise LinkClosed(_reason(error)) from error
-        if not isinstance(frame, Frame):  # gRPC's EOF
+        if not isinstance(message, tuple):  # gRPC's EOF
             self.hung_up = True
             self.end.come("the other end hung up")
             raise LinkClosed("the other end hung up")
-        payload = memoryview(frame.chunk.payload) if frame.HasField("chunk") else None
-        return frame, payload
+        return cast(Message, message)
 
     async def close(self, reason: str) -> None:
         self.end.come(reason)
 
-    async def _write_alone(self, frame: Frame) -> None:
+    async def _write_alone(self, message: Message) -> None:
         async with self._writing:  # a stream takes one message at a time
             self.end.check()
             try:
-                await self._write(frame)
+                await self._write(message)
             except _STREAM_ERRORS as error:
                 raise LinkClosed(_reason(error)) from error
 
@@ -123,7 +122,8 @@ class GrpcConnector:
         greeting.CopyFrom(hello)
         greeting.wire = greeting.wire or self._wire
         channel = self._open_channel(address)
-        call = cast(Call, TransferStub(channel).Link())
+        dial = channel.stream_stream(LINK, request_serializer=join, response_deserializer=split)
+        call = cast(Callable[[], Call], dial)()
         link = GrpcClientLink(channel, call, greeting)
         try:
             async with asyncio.timeout(self._timeout_s):

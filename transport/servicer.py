@@ -7,17 +7,17 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 
-from protos import transfer_pb2_grpc
 from protos.transfer_pb2 import Frame, Hello
-from transport.grpc_wire import GrpcLink
+from transport.grpc_wire import LINK, GrpcLink
+from transport.joined import Message, join, split
 from transport.link import Acceptor, LinkClosed, LinkRefused, Listener
 
-Context = grpc.aio.ServicerContext[Frame, Frame]
+Context = grpc.aio.ServicerContext[Message, Message]
 
 HELLO_TIMEOUT_S = 10.0
 
 
-class TransferServicer(transfer_pb2_grpc.TransferServicer):
+class TransferServicer:
     """Welcomes or refuses a caller, and hands its link to the receiver until it ends.
 
     `acceptors` names the wires whose payloads ride elsewhere; "grpc" needs none.
@@ -27,7 +27,16 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._receiver = receiver
         self._acceptors = dict(acceptors or {})
 
-    async def Link(self, request_iterator: AsyncIterator[Frame], context: Context) -> None:
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve kvferry.v1.Transfer; the generated code would copy every payload twice more."""
+        _, service, method = LINK.split("/")
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._link, request_deserializer=split, response_serializer=join
+        )
+        handlers = grpc.method_handlers_generic_handler(service, {method: handler})
+        server.add_generic_rpc_handlers((handlers,))
+
+    async def _link(self, request_iterator: AsyncIterator[Message], context: Context) -> None:
         control = GrpcLink(context.read, context.write, Hello())
         try:
             await self._greet(control)

@@ -15,7 +15,6 @@ from engine.clock import MonotonicClock
 from kvcache.head_map import HeadInterval, HeadMap
 from kvcache.kv_store import KvStore
 from kvferry.transfer_bench.case import NUM_KV_HEADS, NUM_LAYERS, NUM_QUERY_HEADS, Case, spec
-from protos.transfer_pb2_grpc import add_TransferServicer_to_server
 from transport.config import TransportConfig
 from transport.grpc_options import server_options
 from transport.orders import Identity, ReceiptOrder, ShipmentKey, ShipmentOrder, Target
@@ -68,7 +67,7 @@ class DecodeEnd:
         self._receivers.append(await self._stack.enter_async_context(receiver))
         server = grpc.aio.server(options=server_options())
         offered = acceptors(_settings(case.wire))
-        add_TransferServicer_to_server(TransferServicer(receiver, offered), server)
+        TransferServicer(receiver, offered).add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self._stack.push_async_callback(server.stop, 0)

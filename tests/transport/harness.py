@@ -17,7 +17,6 @@ from kvcache.kv_store import KvStore
 from kvcache.layout import KvLayout
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Hello
-from protos.transfer_pb2_grpc import add_TransferServicer_to_server
 from protos.worker_pb2 import GeneratedToken
 from transport.config import TransportConfig
 from transport.dist_wire import DistAcceptor, DistConnector
@@ -81,7 +80,7 @@ class Network:
             "shm": ShmAcceptor(timeout_s=5),
             "gloo": DistAcceptor(timeout_s=5),
         }
-        add_TransferServicer_to_server(TransferServicer(listener, acceptors), server)
+        TransferServicer(listener, acceptors).add_to(server)
         port = server.add_insecure_port(address or "127.0.0.1:0")
         await server.start()
         address = f"127.0.0.1:{port}"
