@@ -13,6 +13,7 @@ from prefix_index.index import Role
 from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from transport.cells_servicer import CellsServicer
 from transport.config import TransportConfig
+from transport.counts import TransferCounts
 from transport.receiver import Receiver
 from transport.servicer import TransferServicer
 from worker.named_blocks import NamedBlocks
@@ -47,6 +48,10 @@ class DecodeSide:
     @property
     def open_transfers(self) -> int:
         return self.receiver.open_transfers
+
+    @property
+    def counts(self) -> TransferCounts:
+        return self.receiver.counts
 
     def serve_ranks(self, server: grpc.aio.Server) -> None:
         transfer = TransferServicer(self.receiver, acceptors(self._context.settings))

@@ -13,6 +13,7 @@ from prefix_index.index import Role
 from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from transport.cells_servicer import CellsServicer
 from transport.config import TransportConfig
+from transport.counts import TransferCounts
 from transport.shipper import Shipper
 from worker.named_blocks import NamedBlocks
 from worker.refusal import Context
@@ -47,6 +48,10 @@ class PrefillSide:
     @property
     def open_transfers(self) -> int:
         return self._shipper.open_shipments
+
+    @property
+    def counts(self) -> TransferCounts:
+        return self._shipper.counts
 
     def serve_ranks(self, server: grpc.aio.Server) -> None:
         if self._identity.rank > 0:

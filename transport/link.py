@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from protos.transfer_pb2 import Frame, Hello, Welcome
 
-PROTOCOL = 1
+PROTOCOL = 2  # raised with every change that an older build would misread
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ from transport.orders import Identity
 from worker.admin import AdminServicer, Doors, RankReports, rank_report
 from worker.cleanups import Cleanups
 from worker.doors import GrpcDoor
-from worker.metrics import engine_registry
+from worker.metrics import worker_registry
 from worker.rank_parts import RankParts, check_device, manifest_of
 from worker.ranks import WorkerRanks
 from worker.role import Front, RankContext, RankSide, RoleSpec
@@ -184,7 +184,7 @@ async def _open(
         settings.system_port,
         live=lambda: Probe(not over.done(), over.result() if over.done() else ""),
         ready=lambda: Probe(doors.open, "draining"),
-        registry=engine_registry(engine, settings.name, manifest.model),
+        registry=worker_registry(engine, side.counts, settings.name, manifest.model),
     )
     await system.start()
     stack.push_async_callback(system.stop)

@@ -1,20 +1,28 @@
 """What a worker shows Prometheus, under the names that existing dashboards read and our own."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.engine import Engine
+from transport.counts import TransferCounts
 
 LABELS = ("model_name", "engine")
 
 
-def engine_registry(engine: Engine, worker: str, model: str) -> CollectorRegistry:
-    """A registry of its own: two workers in one process do not mix."""
+def worker_registry(
+    engine: Engine, transfers: TransferCounts, worker: str, model: str
+) -> CollectorRegistry:
+    """A registry of its own: two workers in one process do not mix.
+
+    `transfers` are rank 0's: what other ranks carry is not in it.
+    """
     registry = CollectorRegistry()
     registry.register(_EngineCollector(engine, (model, worker)))
+    registry.register(_TransferCollector(transfers, (model, worker)))
     return registry
 
 
@@ -61,6 +69,25 @@ class _EngineCollector(Collector):
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
+        return _counter(name, text, value, self._labels)
+
+
+class _TransferCollector(Collector):
+    """Every count of rank 0's transport."""
+
+    def __init__(self, counts: TransferCounts, labels: tuple[str, str]) -> None:
+        self._counts = counts
+        self._labels = labels
+
+    def collect(self) -> Iterable[Metric]:
+        for field in fields(self._counts):
+            words = field.name.replace("_", " ")
+            value = getattr(self._counts, field.name)
+            name = f"kvferry_transfer_{field.name}"
+            yield _counter(name, f"KV transfers of rank 0: {words}", value, self._labels)
+
+
+def _counter(name: str, text: str, value: float, labels: tuple[str, str]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=LABELS)
+    family.add_metric(labels, value)
+    return family

@@ -10,6 +10,7 @@ from engine.clock import Clock
 from engine.engine import Engine
 from engine.runner import SliceObserver
 from prefix_index.index import Manifest, Role
+from transport.counts import TransferCounts
 from transport.link import Connector
 from transport.orders import Identity
 from worker.admin import Doors
@@ -51,6 +52,10 @@ class RankSide(Protocol):
 
     @property
     def open_transfers(self) -> int: ...
+
+    @property
+    def counts(self) -> TransferCounts:
+        """Of this rank's transport."""
 
     def serve_ranks(self, server: grpc.aio.Server) -> None:
         """Add what rank 0 and other workers' ranks call."""

@@ -22,7 +22,7 @@ from transport.config import TransportConfig
 from transport.dist_wire import DistAcceptor, DistConnector
 from transport.grpc_options import server_options
 from transport.grpc_wire import GrpcConnector
-from transport.link import Acceptor, Connector, Listener
+from transport.link import PROTOCOL, Acceptor, Connector, Listener
 from transport.loopback_wire import LoopbackWire
 from transport.orders import (
     Identity,
@@ -109,7 +109,7 @@ async def network(wire: str) -> AsyncIterator[Network]:
 
 def hello(**fields: object) -> Hello:
     values = {
-        "protocol": 1,
+        "protocol": PROTOCOL,
         "prefill_worker": "prefill-0",
         "prefill_instance": "p1",
         "prefill_epoch": 1,
