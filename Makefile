@@ -10,7 +10,7 @@ FOLDERS := $(wildcard $(SOURCES))
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-timed test-matrix test-gpu demo bench proto clean
+.PHONY: help setup check test test-timed test-lab test-matrix test-gpu demo bench proto clean
 
 help:
 	@echo "make demo      start a whole cluster with a real model and ask it three questions"
@@ -45,6 +45,10 @@ test: setup
 # Outside CI: they need a quiet machine, or most of an hour.
 test-timed: setup
 	$(BIN)/python -m pytest -m timed $(ARGS)
+
+# A whole cluster on hosts of its own: as root in network namespaces, else through proxies.
+test-lab: setup
+	$(BIN)/python -m pytest -m timed tests/system/test_live_lab.py $(ARGS)
 
 test-matrix: setup
 	$(BIN)/python -m pytest tests/system/test_live_smollm2.py --full-matrix $(ARGS)

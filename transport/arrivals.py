@@ -57,6 +57,7 @@ class Arrivals:
         self.early: dict[ShipmentKey, dict[int, Early]] = {}
         self.awaited: dict[ShipmentKey, Awaited] = {}
         self.memory = Memory(config.max_remembered)
+        self.cuts: set[asyncio.Task[None]] = set()  # of links that seem dead
         self._kv_heads = kv_heads
         self._spec = spec
         self._clock = clock
@@ -214,13 +215,14 @@ class Arrivals:
                 self.turn_away(key, TransferFailed(Code.DEADLINE_EXCEEDED, reason))
 
     def _tick(self, landing: Landing, now: float) -> None:
-        incoming = landing.incoming
+        incoming, dead = landing.incoming, dict[int, str]()
         for rank, pair in incoming.pairs.items():
             silent_s = now - pair.heard_at
             if pair.opened and not pair.arrived and silent_s >= self._config.lease_s:
                 where = incoming.where(rank)
                 reason = f"prefill rank {rank} fell silent for {silent_s:.0f} s before {where}"
                 self.counts.expired += incoming.fail(Code.UNAVAILABLE, reason)
+                dead[rank] = reason
         if landing.expires_at <= now:
             whole = incoming.state is Receiving.WHOLE
             reason = "neither committed nor aborted" if whole else f"before {incoming.where()}"
@@ -229,6 +231,23 @@ class Arrivals:
             landing.renew_at = now + self._config.renew_s
             landing.post(Frame(key=landing.order.key.to_proto(), renew=Renew()))
         self.review(landing)
+        for rank, reason in dead.items():
+            if not self._is_heard(landing.ports[rank], rank, now):
+                self._cut(landing.ports[rank], reason)
+
+    def _is_heard(self, port: Port, rank: int, now: float) -> bool:
+        """Whether any running transfer over the link has heard of prefill within the lease."""
+        return any(
+            now - landing.incoming.pairs[rank].heard_at < self._config.lease_s
+            for landing in self.live.values()
+            if landing.ports.get(rank) is port and not landing.incoming.over
+        )
+
+    def _cut(self, port: Port, reason: str) -> None:
+        """Prefill, if it is there, hears of the end and dials again for its next shipment."""
+        cut = asyncio.create_task(port.cut(reason))
+        self.cuts.add(cut)
+        cut.add_done_callback(self.cuts.discard)
 
 
 def abort_frame(key: ShipmentKey, failure: TransferFailed) -> Frame:

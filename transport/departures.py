@@ -165,12 +165,28 @@ class Departures:
                 who, where = departure.name_of(rank), pair.where()
                 reason = f"{who} fell silent for {silent_s:.0f} s at {where}"
                 self.fail(departure, Code.UNAVAILABLE, reason, expired=True)
+                if not self._is_heard(port, rank, now):
+                    self._cut(port, reason)
                 return
             if pair.probe(now - self._config.resend_after_s):
                 self.counts.resent_chunks += 1
                 departure.stirred[rank].set()
             if renew and not pair.committed:
                 port.post(self._reminder(departure, rank))
+
+    def _is_heard(self, port: Port, rank: int, now: float) -> bool:
+        """Whether any running shipment over the link has heard of decode within the lease."""
+        return any(
+            now - departure.outgoing.pairs[rank].heard_at < self._config.lease_s
+            for departure in self.live.values()
+            if departure.ports.get(rank) is port and not departure.outgoing.over
+        )
+
+    def _cut(self, port: Port, reason: str) -> None:
+        """The next shipment dials again: a link that was healed would wait to resend for long."""
+        cutting = asyncio.create_task(port.cut(reason))
+        self.endings.add(cutting)
+        cutting.add_done_callback(self.endings.discard)
 
     def _reminder(self, departure: Departure, rank: int) -> Frame:
         """What to say when nothing has been heard: the frame that may have been lost."""

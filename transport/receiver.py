@@ -154,6 +154,7 @@ class Receiver:
         gone = list(self._ports.values())
         await asyncio.gather(*(port.hang_up(f"{self.identity} stops") for port in self._ports))
         await asyncio.gather(*(event.wait() for event in gone))
+        await asyncio.gather(*self._arrivals.cuts)
         self._copiers.shutdown()
 
     async def _reap(self) -> None:

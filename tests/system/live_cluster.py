@@ -71,6 +71,7 @@ class LiveCluster:
     handles: dict[str, Handle]
     events: list[PartEvent]
     channel: grpc.aio.Channel
+    admin_addresses: dict[str, str] = field(default_factory=dict)  # where they are not announced
 
     @property
     def stub(self) -> Any:
@@ -127,7 +128,7 @@ class LiveCluster:
 
     @asynccontextmanager
     async def _admin(self, name: str) -> AsyncIterator[Any]:
-        address = self.handles[name].info["address"]
+        address = self.admin_addresses.get(name) or self.handles[name].info["address"]
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
             yield worker_pb2_grpc.WorkerAdminStub(channel)
 

@@ -159,3 +159,53 @@ async def test_lost_completions_never_hold_blocks_for_ever() -> None:
         await failures(*tasks)
         await soon(lambda: group.decode.receivers[0].open_transfers == 0)
         await soon(lambda: group.prefill.shippers[0].open_shipments == 0)
+
+
+@pytest.mark.parametrize("noticed_by", ["prefill", "decode"])
+async def test_a_link_that_was_silent_for_a_lease_is_dialled_again(noticed_by: str) -> None:
+    silent = True
+
+    async def drop(frame: Frame, payload: memoryview | None) -> list[Item]:
+        opens = frame.WhichOneof("body") in ("open", "credit")
+        return [] if silent and not opens else [(frame, payload)]
+
+    fault = with_fault(incoming=drop) if noticed_by == "prefill" else with_fault(drop)
+    clock = ManualClock()
+    async with network("loopback") as net, cluster(net, wrap=fault, clock=clock) as group:
+        key = group.key()
+        (shipper,) = group.prefill.shippers
+        expected = group.expect(key, NUM_TOKENS, TARGET, timeout_s=1000)
+        shipped = group.ship(key, NUM_TOKENS)
+        await run_until(clock, 31, *shipped)
+        await failures(*shipped, *expected)
+        await soon(lambda: shipper.counts.links_lost == 1)
+        silent = False
+        await group.carry(NUM_TOKENS, SOURCE, TARGET)
+
+
+async def test_a_link_over_which_another_transfer_lives_is_kept() -> None:
+    deaf: set[bytes] = set()
+
+    async def drop(frame: Frame, payload: memoryview | None) -> list[Item]:
+        return [] if frame.key.transfer_id in deaf else [(frame, payload)]
+
+    clock = ManualClock()
+    async with (
+        network("loopback") as net,
+        cluster(net, wrap=with_fault(incoming=drop), clock=clock) as group,
+    ):
+        lost, kept = group.key(), group.key()
+        deaf.add(lost.transfer_id)
+        (shipper,), (receiver,) = group.prefill.shippers, group.decode.receivers
+        unheard = group.expect(lost, NUM_TOKENS, TARGET, timeout_s=1000)
+        shipped = group.ship(lost, NUM_TOKENS)
+        others = group.expect(kept, NUM_TOKENS, TARGET, timeout_s=1000)
+        alive = group.ship(kept, NUM_TOKENS)
+        await run_until(clock, 31, *shipped)
+        await failures(*shipped, *unheard)
+        assert not alive[0].done()
+        group.seal_all(kept, NUM_TOKENS, SOURCE)
+        await asyncio.gather(*others)
+        await group.commit(kept)
+        await asyncio.gather(*alive)
+        assert shipper.counts.links_lost == receiver.counts.links_lost == 0
