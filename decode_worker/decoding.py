@@ -135,6 +135,7 @@ class Decoding:
         await asyncio.gather(*(rank.commit(order.key) for rank in self._ranks))
         first_tokens = [token for receipt in receipts for token in receipt.first_tokens]
         self._engine.adopt(reservation, first_tokens)
+        self._calls.adopted(order.key)
         call.key = call.reservation = None  # the engine's now
         yield _adopted(reservation, receipts)
 

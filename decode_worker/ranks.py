@@ -35,6 +35,10 @@ class HearsCalls(Protocol):
         """Returns once a prefill rank has called. Raises TransferFailed."""
         ...
 
+    def adopted(self, key: ShipmentKey) -> None:
+        """The request runs on what was committed."""
+        ...
+
 
 class RemoteRank:
     """A rank in another process of the group. A lost rank raises AioRpcError."""

@@ -43,6 +43,7 @@ class DecodeSide:
             manifest_digest=context.manifest.digest(),
             clock=context.clock,
             config=self._config,
+            ledger=context.ledger,
         )
 
     @property

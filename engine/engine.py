@@ -256,6 +256,11 @@ class Engine:
                 held_requests=self._roster.count(State.HELD),
             )
 
+    def take_stock(self) -> None:
+        """Enter into the ledger what the pool itself counts."""
+        with self._changed:
+            self._pool.take_stock()
+
     def check(self) -> None:
         """Raise AssertionError if pool, tables and requests disagree. Safe at any time."""
         with self._changed:

@@ -24,6 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvcache.block_hash import BlockHash
+from kvcache.ledger import Ledger
+from kvcache.ledger_row import Account, Book, Reason
 
 
 class OutOfBlocks(Exception):
@@ -57,7 +59,7 @@ class Block:
 class BlockPool:
     """Not thread-safe: whoever owns it locks it."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, ledger: Ledger | None = None) -> None:
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = deque(range(num_blocks))
         self._named: dict[BlockHash, int] = {}  # a name is always inserted after its parent
@@ -66,6 +68,8 @@ class BlockPool:
         self._num_promised = 0
         self._num_releases = 0
         self._events: dict[BlockHash, BlockEvent] = {}  # what changed since the last drain
+        self._ledger = ledger
+        self._post(Account.OUTSIDE, Account.FREE, Reason.OPENED, range(num_blocks))
 
     @property
     def num_blocks(self) -> int:
@@ -97,11 +101,17 @@ class BlockPool:
         """Set `count` blocks aside for a later `take`, without saying which."""
         self._require(count)
         self._num_promised += count
+        if self._ledger is not None and count:
+            move = (Account.OUTSIDE, Account.PROMISED, Reason.PROMISED)
+            self._ledger.post(Book.PROMISES, *move, count=count)
 
     def unpromise(self, count: int) -> None:
         """Give up a promise that was not taken up."""
         assert 0 <= count <= self._num_promised, f"{self._num_promised} promised, {count} given up"
         self._num_promised -= count
+        if self._ledger is not None and count:
+            move = (Account.PROMISED, Account.OUTSIDE, Reason.TAKEN_UP)
+            self._ledger.post(Book.PROMISES, *move, count=count)
 
     def take(self, count: int, promised: int = 0) -> list[int]:
         """Own `count` blocks with undefined contents, evicting cached ones if needed.
@@ -111,7 +121,9 @@ class BlockPool:
         assert promised <= count, f"{promised} of {count} blocks taken from a promise"
         self._require(count - promised)
         self.unpromise(promised)
-        return [self._take_one() for _ in range(count)]
+        block_ids = [self._take_one() for _ in range(count)]
+        self._post(Account.FREE, Account.IN_USE, Reason.TAKEN, block_ids)
+        return block_ids
 
     def match(self, names: Iterable[BlockHash]) -> int:
         """How many of `names`, from the first on, are resident. Owns nothing."""
@@ -133,15 +145,20 @@ class BlockPool:
             if block_id is None:
                 break
             block_ids.append(block_id)
-        self._require(sum(self._blocks[block_id].refcount == 0 for block_id in block_ids))
+        revived = [block_id for block_id in block_ids if self._blocks[block_id].refcount == 0]
+        self._require(len(revived))
         for block_id in block_ids:
-            block = self._blocks[block_id]
-            self._num_cached -= block.refcount == 0
-            block.refcount += 1
+            self._blocks[block_id].refcount += 1
+        self._num_cached -= len(revived)
+        shared = [block_id for block_id in block_ids if self._blocks[block_id].refcount > 1]
+        self._post(Account.CACHED, Account.IN_USE, Reason.REVIVED, revived)
+        self._post(Account.IN_USE, Account.IN_USE, Reason.SHARED, shared)
         return block_ids
 
     def fork(self, block_ids: Iterable[int]) -> None:
         """Add one owner to each block, which must already have one."""
+        block_ids = list(block_ids)
+        self._post(Account.IN_USE, Account.IN_USE, Reason.FORKED, block_ids)
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.refcount > 0, f"block {block_id} forked without an owner"
@@ -188,6 +205,8 @@ class BlockPool:
             block.refcount -= 1
             if block.refcount == 0:
                 self._shelve(block)
+            else:
+                self._post(Account.IN_USE, Account.IN_USE, Reason.LET_GO, (block_id,))
 
     def flush(self) -> int:
         """Forget every cached block; say how many became free. Blocks in use stay as they are,
@@ -196,8 +215,19 @@ class BlockPool:
         num_cached = self._num_cached
         for block in self._blocks:
             if block.refcount == 0 and block.name is not None:
-                self._forget(block)
+                self._forget(block, Reason.FLUSHED)
         return num_cached
+
+    def take_stock(self) -> None:
+        """Enter into the ledger how many blocks the pool itself counts in each account."""
+        counts = {
+            Account.FREE: self.num_free,
+            Account.CACHED: self.num_cached,
+            Account.IN_USE: sum(block.refcount > 0 for block in self._blocks),
+        }
+        if self._ledger is not None:
+            for account, count in counts.items():
+                self._ledger.post(Book.BLOCKS, account, account, Reason.COUNTED, count=count)
 
     def drain_events(self) -> list[BlockEvent]:
         """What became resident and what ceased to since the last call, net, in an order in which
@@ -258,7 +288,7 @@ class BlockPool:
 
     def _take_one(self) -> int:
         if not self._free:
-            self._forget(self._victim())
+            self._forget(self._victim(), Reason.EVICTED)
         block_id = self._free.popleft()
         self._blocks[block_id].refcount = 1
         return block_id
@@ -278,7 +308,7 @@ class BlockPool:
         leaf = block.name is not None and not block.children
         return leaf and block.refcount == 0 and block.released_at == released_at
 
-    def _forget(self, top: Block) -> None:
+    def _forget(self, top: Block, why: Reason) -> None:
         """Take the names from a block and all below it, children first; free the unowned."""
         for block in reversed(self._below(top)):
             assert block.name is not None and not block.children
@@ -293,6 +323,7 @@ class BlockPool:
             if block.refcount == 0:
                 self._num_cached -= 1
                 self._free.append(block.block_id)
+                self._post(Account.CACHED, Account.FREE, why, (block.block_id,))
 
     def _below(self, top: Block) -> list[Block]:
         """`top` and every block whose name hangs under it, parents first."""
@@ -304,7 +335,9 @@ class BlockPool:
     def _shelve(self, block: Block) -> None:
         if block.name is None:
             self._free.append(block.block_id)
+            self._post(Account.IN_USE, Account.FREE, Reason.RELEASED, (block.block_id,))
             return
+        self._post(Account.IN_USE, Account.CACHED, Reason.KEPT, (block.block_id,))
         self._num_cached += 1
         self._num_releases += 1
         block.released_at = self._num_releases
@@ -318,6 +351,12 @@ class BlockPool:
         if len(self._leaves) > 2 * self.num_blocks:
             self._leaves = list(set(filter(self._is_current, self._leaves)))
             heapq.heapify(self._leaves)
+
+    def _post(
+        self, source: Account, target: Account, reason: Reason, block_ids: Iterable[int]
+    ) -> None:
+        if self._ledger is not None:
+            self._ledger.post_blocks(source, target, reason, block_ids)
 
     def _record(self, event: BlockEvent) -> None:
         """Note a change; a name that came and went, or went and came, has not changed."""

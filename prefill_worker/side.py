@@ -36,6 +36,7 @@ class PrefillSide:
             manifest_digest=context.manifest.digest(),
             clock=context.clock,
             config=self._config,
+            ledger=context.ledger,
         )
         self.observer = SealingObserver(
             self._shipper,

@@ -9,8 +9,10 @@ import asyncio
 from dataclasses import dataclass
 
 from kvcache.head_map import HeadInterval
+from kvcache.ledger import Ledger
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Abort, Commit, DrainAck, Frame, Hello, Open, Renew
+from transport.books import ReceivingBook
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.counts import TransferCounts
@@ -50,6 +52,7 @@ class Arrivals:
         spec: CacheSpec,
         clock: Clock,
         config: TransportConfig,
+        ledger: Ledger,
     ) -> None:
         self.identity = identity
         self.counts = TransferCounts()
@@ -62,6 +65,7 @@ class Arrivals:
         self._spec = spec
         self._clock = clock
         self._config = config
+        self.ledger = ledger
 
     async def called(self, key: ShipmentKey, timeout_s: float) -> None:
         """Returns once a prefill rank has called. Raises TransferFailed when none will."""
@@ -121,7 +125,11 @@ class Arrivals:
             asyncio.get_running_loop().create_future(),
             expires_at=now + order.timeout_s,
             renew_at=now + self._config.renew_s,
+            book=ReceivingBook(
+                self.ledger, order.key, sources, shape, first_block, order.prefill_instance
+            ),
         )
+        landing.book.bound(order.first_block, order.block_table[order.first_block : num_blocks])
         self.live[order.key] = landing
         return landing
 
@@ -135,6 +143,7 @@ class Arrivals:
                 raise failure
             return
         landing.incoming.commit()
+        landing.book.committed()
         landing.post(Frame(key=key.to_proto(), commit=Commit()))
         self.counts.completed += 1
         self.forget(landing)
@@ -160,6 +169,8 @@ class Arrivals:
         incoming, key = landing.incoming, landing.order.key
         failure = incoming.failure
         if failure is None:
+            if incoming.state is Receiving.WHOLE:
+                landing.book.whole()
             if incoming.state is Receiving.WHOLE and not landing.result.done():
                 landing.expires_at = self._clock.now() + self._config.lease_s
                 landing.result.set_result(
@@ -168,6 +179,7 @@ class Arrivals:
             return
         if not landing.told:
             landing.told = True
+            landing.book.failed(failure.code)
             self.counts.failed += 1
             landing.post(abort_frame(key, failure))
             for task in landing.pulls:
@@ -176,6 +188,7 @@ class Arrivals:
                 landing.result.set_exception(failure)
         incoming.settle(len(landing.jobs))
         if incoming.state is Receiving.FREED and not landing.settled.is_set():
+            landing.book.freed()
             for port in landing.drains:
                 port.post(Frame(key=key.to_proto(), drain_ack=DrainAck()))
             self.forget(landing)

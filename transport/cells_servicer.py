@@ -20,6 +20,7 @@ from kvcache.cells import cell_digests
 from kvcache.head_map import HeadInterval
 from protos import transfer_pb2_grpc
 from protos.transfer_pb2 import CellRun, FetchedCells, FetchRequest
+from transport.books import NO_CHUNK
 from transport.config import TransportConfig
 from transport.departure import CellSource, Departure
 from transport.orders import ShipmentKey
@@ -182,6 +183,8 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
         if departure is not None:
             departure.gathers.add(job)
+            departure.book.gathering(0, NO_CHUNK)
+            job.add_done_callback(lambda _: departure.book.gathered(0, NO_CHUNK))
             job.add_done_callback(departure.gathers.discard)
         try:
             return await asyncio.shield(job)

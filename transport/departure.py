@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame, Open, SealAll
+from transport.books import SendingBook
 from transport.chunk_check import chunk_check
 from transport.orders import FirstToken, ShipmentOrder, ShipmentReport
 from transport.outgoing import Outgoing, Part
@@ -47,6 +48,7 @@ class Departure:
     outgoing: Outgoing
     result: asyncio.Future[ShipmentReport]
     renew_at: float
+    book: SendingBook
     first_tokens: tuple[FirstToken, ...] = ()
     began_at: float | None = None  # when its first chunk left
     ports: dict[int, Port] = field(default_factory=dict)  # by decode rank, once dialled

@@ -9,8 +9,10 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 
 from kvcache.head_map import HeadInterval
+from kvcache.ledger import Ledger
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Abort, DrainAck, Frame, Renew
+from transport.books import SendingBook
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.counts import TransferCounts
@@ -33,6 +35,7 @@ class Departures:
         spec: CacheSpec,
         clock: Clock,
         config: TransportConfig,
+        ledger: Ledger,
     ) -> None:
         self.identity = identity
         self.counts = TransferCounts()
@@ -45,6 +48,7 @@ class Departures:
         self._spec = spec
         self._clock = clock
         self._config = config
+        self._ledger = ledger
 
     def begin(self, order: ShipmentOrder) -> Departure:
         """Raises TransferFailed when the shipment has ended, or is under way."""
@@ -69,6 +73,13 @@ class Departures:
             Outgoing(pairs),
             asyncio.get_running_loop().create_future(),
             renew_at=self._clock.now() + config.renew_s,
+            book=SendingBook(
+                self._ledger,
+                order.key,
+                {rank: pair.heads for rank, pair in pairs.items()},
+                shape,
+                order.target.instance,
+            ),
             stirred={rank: asyncio.Event() for rank in pairs},
         )
         self.live[order.key] = self.by_request[order.request_key] = departure
@@ -92,6 +103,7 @@ class Departures:
         if departure.outgoing.fail(code, reason, expired=expired):
             self.counts.failed += 1
             self.counts.expired += expired
+            departure.book.failed(code, expired=expired)
             abort = Abort(reason=reason, code=code)
             for port in departure.ports.values():
                 port.post(Frame(key=departure.order.key.to_proto(), abort=abort))
@@ -120,6 +132,7 @@ class Departures:
         await asyncio.gather(*departure.tasks, return_exceptions=True)
         await asyncio.gather(*departure.gathers, return_exceptions=True)
         departure.outgoing.drained()
+        departure.book.drained()
         order = departure.order
         for port in departure.drains:
             port.post(Frame(key=order.key.to_proto(), drain_ack=DrainAck()))

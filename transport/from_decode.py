@@ -38,22 +38,28 @@ class DecodeFrames:
             return
         pair.heard_at = self._clock.now()
         if body == "credit":
-            pair.grant(frame.credit.first_block, frame.credit.window_bytes)
+            if pair.grant(frame.credit.first_block, frame.credit.window_bytes):
+                departure.book.resident(rank, frame.credit.first_block)
         elif body == "chunk_ack":
-            self.counts.duplicate_chunks += not pair.acked(frame.chunk_ack.seq)
+            if pair.acked(frame.chunk_ack.seq):
+                departure.book.acked(rank, frame.chunk_ack.seq)
+            else:
+                self.counts.duplicate_chunks += 1
         elif body == "chunk_nack":
             self._resend(departure, rank, frame.chunk_nack.seq, frame.chunk_nack.reason)
         elif body == "cells_again":
             self._send_again(departure, rank, frame.cells_again)
-        elif body == "commit":
-            outgoing.commit(rank)
+        elif body == "commit" and outgoing.commit(rank):
+            departure.book.committed(rank)
         outgoing.advance()
         departure.stirred[rank].set()
         self._departures.review(departure)
 
     def _resend(self, departure: Departure, rank: int, seq: int, reason: str) -> None:
         try:
-            self.counts.resent_chunks += departure.outgoing.pairs[rank].nacked(seq)
+            if departure.outgoing.pairs[rank].nacked(seq):
+                departure.book.nacked(rank, seq)
+                self.counts.resent_chunks += 1
         except TransferFailed as failure:
             who = departure.name_of(rank)
             self._departures.fail(

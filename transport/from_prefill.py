@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
+from kvcache.ledger_row import Reason
 from protos.transfer_pb2 import (
     CellRun,
     Chunk,
@@ -21,6 +22,7 @@ from protos.transfer_pb2 import (
     SealAll,
 )
 from transport.arrivals import Arrivals, Early, abort_frame, name_of
+from transport.books import late
 from transport.chunk_check import chunk_check
 from transport.clock import Clock
 from transport.config import TransportConfig
@@ -29,6 +31,13 @@ from transport.landing import Landed, Lander, Landing
 from transport.mender import Mender
 from transport.orders import Code, ShipmentKey, TransferFailed
 from transport.port import Port
+
+REFUSALS = {
+    Verdict.KNOWN: Reason.DUPLICATE,
+    Verdict.BUSY: Reason.DUPLICATE,
+    Verdict.BAD: Reason.BAD,
+    Verdict.STRAY: Reason.STRAY,
+}
 
 
 class PrefillFrames:
@@ -111,6 +120,8 @@ class PrefillFrames:
                 port.post(abort_frame(key, ended))
             elif body == "seal_all":
                 port.post(Frame(key=key.to_proto(), commit=Commit()))
+            if body == "chunk":
+                late(self._arrivals.ledger, key, hello.prefill_rank, frame.chunk)
             self.counts.late_frames += 1
         elif body == "open" and len(self._arrivals.early) < self._config.max_remembered:
             expires_at = self._clock.now() + self._config.open_wait_s
@@ -144,6 +155,7 @@ class PrefillFrames:
     ) -> None:
         if chunk.check != chunk_check(landing.order.key, chunk):
             self.counts.damaged_chunks += 1
+            landing.book.refused(port.link.hello.prefill_rank, chunk, Reason.BAD)
             self._ask_again(landing, port, chunk, "a chunk's header is not what was sent")
             return
         await port.room.acquire()
@@ -153,11 +165,13 @@ class PrefillFrames:
         rank = port.link.hello.prefill_rank
         verdict = landing.incoming.offer(rank, chunk)
         if verdict is Verdict.TAKE:
+            landing.book.arrived(rank, chunk)
             run = _run_of(chunk, landing.incoming.pairs[rank].heads)
             job = self._lander.land(landing, run, chunk.digests, payload)
             job.add_done_callback(partial(self._landed, landing, port, chunk))
             return
         port.room.release()
+        landing.book.refused(rank, chunk, REFUSALS[verdict])
         if verdict is Verdict.KNOWN:
             self._ack(landing, port, chunk)
         if verdict in (Verdict.KNOWN, Verdict.BUSY):
@@ -181,10 +195,12 @@ class PrefillFrames:
             landing.incoming.fail(Code.INTERNAL, f"layer {chunk.layer} was not written: {error!r}")
         landed = job.result() if error is None else Landed(written=False)
         if not landed.written:
+            landing.book.given_up(rank, chunk)
             landing.incoming.dropped(rank, chunk)
             self._arrivals.review(landing)
             return
         self._note_damage(landing, port, landed)
+        landing.book.landed(rank, chunk, landed.bad)
         landing.incoming.landed(rank, chunk, landed.bad)
         self.counts.chunks += 1
         self.counts.bytes += chunk.payload_bytes
@@ -200,6 +216,7 @@ class PrefillFrames:
         job = self._mender.take(landing, rank, run, chunk.digests, payload)
         if job is None:
             port.room.release()
+            landing.book.refused(rank, chunk, Reason.DUPLICATE)
             self.counts.duplicate_chunks += 1
             return
 
@@ -235,6 +252,7 @@ class PrefillFrames:
     def _seal(self, landing: Landing, port: Port, seal: SealAll) -> None:
         rank = port.link.hello.prefill_rank
         for seq in landing.incoming.seal(rank, seal.num_chunks, tuple(seal.first_tokens)):
+            landing.book.lost(rank, seq)
             nack = ChunkNack(seq=seq, reason="it never came")
             port.post(Frame(key=landing.order.key.to_proto(), chunk_nack=nack))
             self.counts.resent_chunks += 1

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvcache.cells import bad_cells
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import CellRun, Frame
+from transport.books import ReceivingBook
 from transport.cell_runs import Cell, cells_of, runs_of
 from transport.incoming import Incoming
 from transport.orders import Receipt, ReceiptOrder
@@ -57,6 +58,7 @@ class Landing:
     result: asyncio.Future[Receipt]
     expires_at: float
     renew_at: float
+    book: ReceivingBook
     ports: dict[int, Port] = field(default_factory=dict)  # by prefill rank, once it has called
     jobs: set["asyncio.Future[Landed]"] = field(default_factory=set)
     pulls: set[asyncio.Task[None]] = field(default_factory=set)  # calls for damaged cells

@@ -77,17 +77,21 @@ class Mender:
         if not cells:
             return None
         num_bytes = payload.nbytes if payload is not None else 0
+        landing.book.fetched(rank, cells)
         job = self._lander.land(landing, run, digests, payload)
 
         def landed(done: asyncio.Future[Landed]) -> None:
             landing.jobs.remove(done)
             error = done.exception()
+            if error is not None or not done.result().written:
+                landing.book.not_mended(rank, cells)
             if error is not None:
                 reason = f"layer {run.layer} was not written: {error!r}"
                 landing.incoming.fail(Code.INTERNAL, reason)
             elif done.result().written:
                 bad = done.result().bad
                 self._counts.repaired_cells += len(cells) - len(bad)
+                landing.book.mended(rank, cells, bad)
                 landing.incoming.landed_again(rank, cells, bad, num_bytes)
             self._arrivals.review(landing)
 

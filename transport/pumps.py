@@ -110,6 +110,8 @@ class Pumps:
         work = partial(gather, self._store, departure, heads, part, room)
         job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
         departure.gathers.add(job)
+        departure.book.gathering(rank, part.seq)
+        job.add_done_callback(lambda _: departure.book.gathered(rank, part.seq))
         job.add_done_callback(departure.gathers.discard)
         gathered = await asyncio.shield(job)  # a cancelled pump leaves the thread to `_drain`
         if gathered is None:
@@ -118,6 +120,7 @@ class Pumps:
         del room, work, job, gathered  # the wire knows by their end that nobody has them any more
         if departure.began_at is None:
             departure.began_at = self._clock.now()
+        departure.book.sent(rank, frame.chunk)
         await port.send(frame, payload)
         if not part.heads:
             pair.sent(part.seq, self._clock.now())

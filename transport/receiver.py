@@ -15,8 +15,11 @@ from types import TracebackType
 from typing import Self
 
 from kvcache.head_map import HeadInterval
+from kvcache.ledger import Ledger
 from protos.transfer_pb2 import Hello, Welcome
+from transport import books
 from transport.arrivals import Arrivals, name_of
+from transport.books import own_ledger
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.from_prefill import PrefillFrames
@@ -40,12 +43,14 @@ class Receiver:
         clock: Clock,
         config: TransportConfig | None = None,
         puller: Puller | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.identity = identity
         self._manifest_digest = manifest_digest
         self._config = config = config or TransportConfig()
         self._copiers = ThreadPoolExecutor(config.copy_threads, "kv-scatter")
-        self._arrivals = Arrivals(identity, kv_heads, store.spec, clock, config)
+        self.ledger = ledger or own_ledger(identity, "decode")
+        self._arrivals = Arrivals(identity, kv_heads, store.spec, clock, config, self.ledger)
         lander = Lander(store, self._copiers)
         puller = puller or GrpcPuller(config.call_timeout_s)
         self._mender = Mender(self._arrivals, lander, puller, clock, config)
@@ -98,6 +103,10 @@ class Receiver:
         Raises TransferFailed when the transfer is not whole, or was given up.
         """
         self._arrivals.commit(key)
+
+    def adopted(self, key: ShipmentKey) -> None:
+        """The group has committed, and its request runs on the blocks."""
+        books.adopted(self.ledger, key)
 
     async def abort(self, key: ShipmentKey, reason: str, code: Code = Code.CANCELLED) -> int:
         """Give a transfer up. When this returns, no byte of it will be written any more; it says

@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from kvcache.head_map import HeadInterval
+from kvcache.ledger import Ledger
+from transport.books import own_ledger
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.departure import CellSource, Departure
@@ -49,11 +51,15 @@ class Shipper:
         manifest_digest: bytes,
         clock: Clock,
         config: TransportConfig | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.identity = identity
         self._clock = clock
         self._config = config = config or TransportConfig()
-        self._departures = Departures(identity, source_intervals, store.spec, clock, config)
+        self.ledger = ledger or own_ledger(identity, "prefill")
+        self._departures = Departures(
+            identity, source_intervals, store.spec, clock, config, self.ledger
+        )
         self._copiers = ThreadPoolExecutor(config.copy_threads, "kv-gather")
         self._peers = Peers(
             identity,
@@ -179,9 +185,11 @@ class Shipper:
             reason = f"{self.identity} sealed after the last: {note}"
             self._departures.fail(departure, Code.INTERNAL, reason)
         elif isinstance(note, Sealed):
+            departure.book.bound(note.run.first_block, note.run.block_ids)
             outgoing.seal(cut(note.run, departure.shape))
         else:
             departure.first_tokens = note.first_tokens
+            departure.book.finished()
             outgoing.finish()
         for stirred in departure.stirred.values():
             stirred.set()

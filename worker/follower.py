@@ -12,6 +12,7 @@ from protos import rank_pb2, rank_pb2_grpc
 from transport.orders import Identity
 from worker.admin import rank_report
 from worker.doors import GrpcDoor
+from worker.ledgers import open_ledger
 from worker.rank_parts import build_rank, device_of, group_config, manifest_of
 from worker.refusal import Context
 from worker.role import RankContext, RankSide, RoleSpec
@@ -35,6 +36,7 @@ def follow(spec: RoleSpec, arguments: list[str] | None = None) -> None:
         manifest_of(settings, source),
         MonotonicClock(),
         connectors(settings),
+        open_ledger(settings, identity, spec.role.value),
     )
     asyncio.run(_serve(spec, context, seat, comm))
 
@@ -53,6 +55,7 @@ async def _serve(spec: RoleSpec, context: RankContext, seat: RankSeat, comm: Com
     finally:
         await door.stop()
         await side.close()
+        context.ledger.close()
 
 
 class _LifeServicer(rank_pb2_grpc.RankLifeServicer):

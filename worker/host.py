@@ -37,6 +37,7 @@ from transport.orders import Identity
 from worker.admin import AdminServicer, Doors, RankReports, rank_report
 from worker.cleanups import Cleanups
 from worker.doors import GrpcDoor
+from worker.ledgers import open_ledger
 from worker.metrics import worker_registry
 from worker.rank_parts import RankParts, check_device, manifest_of
 from worker.ranks import WorkerRanks
@@ -150,13 +151,16 @@ async def _open(
     ranks = WorkerRanks(spec, settings, identity)
     stack.push_async_callback(asyncio.to_thread, ranks.stop)
     parts = await asyncio.to_thread(ranks.start, source)
+    ledger = open_ledger(settings, identity, spec.role.value)
+    stack.callback(ledger.close)
     side = spec.make_side(
-        RankContext(settings, parts, identity, manifest, clock, connectors(settings))
+        RankContext(settings, parts, identity, manifest, clock, connectors(settings), ledger)
     )
     await side.start()
     stack.push_async_callback(side.close)
 
-    engine = _engine(settings, source, parts, ranks, side, clock, _ends(loop, over))
+    pool = BlockPool(settings.num_blocks, ledger)
+    engine = _engine(settings, source, parts, pool, ranks, side, clock, _ends(loop, over))
     ranks.engine = engine
     stack.push_async_callback(asyncio.to_thread, engine.stop)
     cleanups, doors = Cleanups(), Doors()
@@ -216,6 +220,7 @@ def _engine(
     settings: WorkerSettings,
     source: ModelSource,
     parts: RankParts,
+    pool: BlockPool,
     ranks: WorkerRanks,
     side: RankSide,
     clock: Clock,
@@ -232,7 +237,7 @@ def _engine(
         config,
         parts.model,
         parts.store,
-        BlockPool(settings.num_blocks),
+        pool,
         ranks.comm,
         source.namespace(settings.dtype),
         clock,

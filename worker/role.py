@@ -9,6 +9,7 @@ import grpc.aio
 from engine.clock import Clock
 from engine.engine import Engine
 from engine.runner import SliceObserver
+from kvcache.ledger import Ledger
 from prefix_index.index import Manifest, Role
 from transport.counts import TransferCounts
 from transport.link import Connector
@@ -30,6 +31,7 @@ class RankContext:
     manifest: Manifest
     clock: Clock
     connectors: Mapping[str, Connector]  # by wire: how a prefill rank reaches decode ranks
+    ledger: Ledger
 
 
 @dataclass(frozen=True, slots=True)

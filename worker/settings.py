@@ -1,5 +1,6 @@
 """What prefill and decode workers are told at start, checked once."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -51,6 +52,11 @@ class WorkerSettings(BaseModel):
     transfer_lease_s: Annotated[float, Field(gt=0, le=600)] = 30.0
     rank_timeout_s: Annotated[float, Field(gt=0, le=600)] = 60.0  # a rank that has not started
     drain_s: Annotated[float, Field(ge=0, le=600)] = 10.0  # what runs may finish at SIGTERM
+
+    # Where every block and cell went, for `kvferry audit`: always in memory, the last pages of it.
+    # In a folder it is there however the process ends.
+    ledger_dir: Path | None = None
+    ledger_pages: Annotated[int, Field(ge=2, le=100_000)] = 4  # of 1 MiB, a rank
 
     @model_validator(mode="after")
     def _check_wires(self) -> Self:

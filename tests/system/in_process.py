@@ -19,6 +19,7 @@ from engine.engine import Engine, EngineConfig
 from engine.runner import SliceObserver
 from engine.sampling_params import SamplingParams
 from kvcache.block_pool import BlockPool
+from kvcache.ledger import Ledger
 from model.comm import Comm, SingleComm, ThreadComm
 from model.source import ModelSource
 from prefill_worker.prefilling import Prefilling
@@ -30,6 +31,7 @@ from transport.loopback_wire import LoopbackWire
 from transport.orders import Identity
 from worker.admin import Doors
 from worker.cleanups import Cleanups
+from worker.ledgers import open_ledger
 from worker.rank_parts import RankParts, build_rank, manifest_of
 from worker.role import Front, RankContext
 from worker.settings import WorkerSettings
@@ -47,6 +49,7 @@ class Worker:
     parts: list[RankParts]
     engine: Engine
     cleanups: Cleanups
+    ledgers: list[Ledger]  # of each rank
     addresses: list[str] = field(default_factory=list)
     sides: list[PrefillSide] | list[DecodeSide] = field(default_factory=list)
 
@@ -61,6 +64,7 @@ class Worker:
                     break
                 await asyncio.sleep(0.005)
         self.engine.check()
+        self.engine.take_stock()
 
 
 @dataclass(slots=True)
@@ -80,15 +84,17 @@ async def prefill_worker(
     settings = PrefillSettings.model_validate({"name": f"p{next(_serial)}", "tp": tp} | changes)
     async with _ranks(source, settings) as (parts, comms, stack):
         identity = Identity(settings.name, f"i{next(_serial)}", 1, 0)
-        sides = []
+        sides, ledgers = [], list[Ledger]()
         for part in parts:
-            side = PrefillSide(_context(settings, source, part, identity, {"loopback": wire}))
+            context = _context(settings, source, part, identity, {"loopback": wire}, "prefill")
+            side = PrefillSide(context)
+            ledgers.append(context.ledger)
             await side.start()
             stack.push_async_callback(side.close)
             sides.append(side)
         observers = [side.observer for side in sides]
-        engine = _engine(source, settings, parts, comms, observers, stack)
-        worker = PrefillWorker(identity, parts, engine, Cleanups(), sides=sides)
+        engine = _engine(source, settings, parts, comms, observers, ledgers[0], stack)
+        worker = PrefillWorker(identity, parts, engine, Cleanups(), ledgers, sides=sides)
         front = _front(source, settings, worker)
         worker.prefilling = sides[0].prefilling(front, [side.rank for side in sides])
         yield worker
@@ -101,16 +107,18 @@ async def decode_worker(
     settings = DecodeSettings.model_validate({"name": f"d{next(_serial)}", "tp": tp} | changes)
     async with _ranks(source, settings) as (parts, comms, stack):
         identity = Identity(settings.name, f"i{next(_serial)}", 1, 0)
-        sides, addresses = [], []
+        sides, addresses, ledgers = [], [], list[Ledger]()
         for part in parts:
-            side = DecodeSide(_context(settings, source, part, identity, {}))
+            context = _context(settings, source, part, identity, {}, "decode")
+            side = DecodeSide(context)
+            ledgers.append(context.ledger)
             await side.start()
             stack.push_async_callback(side.close)
             addresses.append(f"{settings.name}/{part.rank}")
             wire.listen(addresses[-1], side.receiver)
             sides.append(side)
-        engine = _engine(source, settings, parts, comms, [None] * tp, stack)
-        worker = DecodeWorker(identity, parts, engine, Cleanups(), addresses, sides)
+        engine = _engine(source, settings, parts, comms, [None] * tp, ledgers[0], stack)
+        worker = DecodeWorker(identity, parts, engine, Cleanups(), ledgers, addresses, sides)
         front = _front(source, settings, worker)
         worker.decoding = sides[0].decoding(front, [side.receiver for side in sides])
         yield worker
@@ -253,10 +261,12 @@ def _context(
     parts: RankParts,
     identity: Identity,
     connectors: dict[str, Connector],
+    role: str,
 ) -> RankContext:
     rank = Identity(identity.worker, identity.instance, identity.epoch, parts.rank)
     manifest = manifest_of(settings, source)
-    return RankContext(settings, parts, rank, manifest, MonotonicClock(), connectors)
+    ledger = open_ledger(settings, rank, role)
+    return RankContext(settings, parts, rank, manifest, MonotonicClock(), connectors, ledger)
 
 
 def _engine(
@@ -265,6 +275,7 @@ def _engine(
     parts: list[RankParts],
     comms: list[Comm],
     observers: Sequence[SliceObserver | None],
+    ledger: Ledger,
     stack: AsyncExitStack,
 ) -> Engine:
     config = EngineConfig(settings.max_tokens_per_step, settings.max_running)
@@ -272,7 +283,7 @@ def _engine(
         config,
         parts[0].model,
         parts[0].store,
-        BlockPool(settings.num_blocks),
+        BlockPool(settings.num_blocks, ledger),
         comms[0],
         source.namespace(settings.dtype),
         MonotonicClock(),

@@ -16,6 +16,8 @@ from kvcache.head_map import HeadInterval, HeadMap
 from kvcache.kv_store import KvStore
 from kvcache.layout import KvLayout
 from kvcache.spec import CacheSpec
+from kvferry.audit.audit import audit
+from kvferry.audit.report import Report
 from protos.transfer_pb2 import Hello
 from protos.worker_pb2 import GeneratedToken
 from transport.config import TransportConfig
@@ -295,6 +297,14 @@ class Cluster:
                         got_PD = got_NPHSD[target[block], :, head - interval.start, slot]
                         assert torch.equal(got_PD, want_PD), (rank, head, layer, token)
 
+    def audit(self) -> Report:
+        """What the ledgers of all ranks prove once both groups are closed."""
+        ledgers = [shipper.ledger for shipper in self.prefill.shippers]
+        ledgers += [receiver.ledger for receiver in self.decode.receivers]
+        report = audit([ledger.extract() for ledger in ledgers], at_rest=True)
+        report.check()
+        return report
+
     def snapshot(self) -> list[np.ndarray]:
         return [
             store.layer(layer).numpy().copy()
@@ -353,6 +363,7 @@ async def cluster(
             )
             made.prefill.shippers.append(await stack.enter_async_context(shipper))
         yield made
+    made.audit()
 
 
 Release = Callable[[], Awaitable[None]]

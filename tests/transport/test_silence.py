@@ -147,12 +147,12 @@ async def test_lost_completions_never_hold_blocks_for_ever() -> None:
     clock = ManualClock()
     async with (
         network("loopback") as net,
-        cluster(net, wrap=with_fault(drop), clock=clock) as group,
+        cluster(net, wrap=with_fault(drop), clock=clock, num_blocks=250) as group,
     ):
         tasks: list[asyncio.Task[object]] = []
-        for _ in range(50):
+        for first in range(0, 250, 5):
             key = group.key()
-            tasks += group.expect(key, NUM_TOKENS, TARGET, timeout_s=20)
+            tasks += group.expect(key, NUM_TOKENS, range(first, first + 5), timeout_s=20)
             tasks += group.ship(key, NUM_TOKENS)
             group.seal_all(key, NUM_TOKENS, SOURCE)
         await run_until(clock, 31, *tasks)

@@ -1,0 +1,127 @@
+"""The ledger of one process: every row in one order, and always on.
+
+Rows fill a page, then a new one opens with everything that is brought forward: the balance of the
+pool, and all rows of transfers that are still open. So the newest pages can be audited without the
+older ones, which are dropped beyond `PageConfig.num_kept`.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvcache.ledger_balance import brought_forward
+from kvcache.ledger_pages import Page, PageConfig
+from kvcache.ledger_row import (
+    NO_TRANSFER,
+    PACK,
+    ROW,
+    ROW_BYTES,
+    Account,
+    Book,
+    Extract,
+    Origin,
+    Reason,
+    TransferKey,
+    runs,
+)
+
+
+class Ledger:
+    """Thread-safe. `post` costs about a microsecond and never waits for I/O."""
+
+    def __init__(self, origin: Origin, config: PageConfig | None = None) -> None:
+        self.origin = origin
+        self._config = config or PageConfig()
+        self._lock = threading.Lock()
+        self._seq = 0
+        self._page = Page.open(origin, self._config, 0, 1, np.zeros(0, ROW))
+        self._older: deque[Page] = deque()
+
+    @property
+    def num_rows(self) -> int:
+        """Written since the start."""
+        return self._seq
+
+    def post(
+        self,
+        book: Book,
+        source: Account,
+        target: Account,
+        reason: Reason,
+        *,
+        key: TransferKey = NO_TRANSFER,
+        peer: int = 0,
+        layer: int = -1,
+        head: int = 0,
+        num_heads: int = 0,
+        first: int = 0,
+        count: int = 0,
+        detail: int = 0,
+        num_bytes: int = 0,
+    ) -> None:
+        """Write one row."""
+        with self._lock:
+            page = self._page
+            if page.used == page.size:
+                page = self._turn()
+            self._seq = seq = self._seq + 1
+            PACK.pack_into(
+                page.memory,
+                page.used,
+                key.hi,
+                key.lo,
+                key.prefill_epoch,
+                key.decode_epoch,
+                key.attempt,
+                peer,
+                book,
+                source,
+                target,
+                reason,
+                layer,
+                head,
+                num_heads,
+                0,
+                first,
+                count,
+                detail,
+                num_bytes,
+                seq,
+            )
+            page.used += ROW_BYTES
+
+    def post_blocks(
+        self, source: Account, target: Account, reason: Reason, block_ids: Iterable[int]
+    ) -> None:
+        """One row for each run of blocks of the pool that move alike."""
+        for first, count in runs(block_ids):
+            self.post(Book.BLOCKS, source, target, reason, first=first, count=count)
+
+    def extract(self, since: int = 0) -> Extract:
+        """Copy what is there; with `since`, only rows with a greater `seq`."""
+        with self._lock:
+            pages = [*self._older, self._page]
+            parts = [pages[0].rows(), *(page.rows(own=True) for page in pages[1:])]
+        rows = np.concatenate(parts)
+        if since >= pages[0].first_seq:
+            rows = rows[rows["seq"] > since]
+        return Extract(self.origin, rows, pages[0].first_seq)
+
+    def close(self) -> None:
+        """Flush to disk what lies in files; they stay."""
+        with self._lock:
+            for page in (*self._older, self._page):
+                page.flush()
+
+    def _turn(self) -> "Page":
+        old = self._page
+        old.flush()
+        self._older.append(old)
+        while len(self._older) >= self._config.num_kept:
+            self._older.popleft().discard()
+        forward = brought_forward(old.rows())
+        page = Page.open(self.origin, self._config, old.number + 1, self._seq + 1, forward)
+        self._page = page
+        return page

@@ -1,0 +1,1 @@
+"""What the ledgers of all processes prove when they are read together."""

@@ -1,0 +1,113 @@
+"""One process's ledger, replayed: its pool, and its end of every transfer."""
+
+from typing import Any
+
+from kvcache.ledger_row import Account, Book, Extract, Reason, TransferKey
+from kvferry.audit.blocks import BlockBook
+from kvferry.audit.ends import End
+from kvferry.audit.entries import misentered
+from kvferry.audit.report import Broken, Line, Rule
+
+
+class Process:
+    def __init__(self, extract: Extract) -> None:
+        self.origin = extract.origin
+        self.complete = extract.first_seq == 1
+        self.common_seq = extract.common_seq
+        self.broken: list[Broken] = []
+        self.ends: dict[TransferKey, End] = {}
+        self.blocks = BlockBook(self._say)
+        self._seq = 0
+        self._num_rows = len(extract.rows)
+        self._replay(extract)
+
+    def line(self) -> Line:
+        counts, ends = self.blocks.counts(), self.ends.values()
+        done = (Account.RELEASED, Account.COMMITTED, Account.ADOPTED)
+        completed = sum(end.state in done for end in ends)
+        ended = sum(end.ended for end in ends)
+        return Line(
+            self.origin,
+            num_rows=self._num_rows,
+            num_blocks=self.blocks.num_blocks,
+            blocks_in_use=counts[Account.IN_USE],
+            transfers=len(self.ends),
+            completed=completed,
+            failed=ended - completed,
+            still_open=len(self.ends) - ended,
+            cells=sum(end.num_cells for end in ends),
+            num_bytes=sum(end.sent_bytes + end.written_bytes for end in ends),
+            repaired=sum(len(p.nacked | p.asked) for e in ends for p in e.pairs.values()),
+            dropped=sum(end.dropped for end in ends),
+        )
+
+    def at_rest(self) -> None:
+        """Nothing may be under way, and nobody may own a block."""
+        self._seq = 0
+        for key, end in self.ends.items():
+            if not end.ended:
+                what = f"it is {Account(end.state).name}"
+                self._say(Rule.OPEN_AT_REST, what, transfer=key)
+        in_use = self.blocks.counts()[Account.IN_USE]
+        if in_use:
+            self._say(Rule.HELD_AT_REST, f"{in_use} blocks are in use")
+        if self.blocks.num_promised:
+            self._say(Rule.HELD_AT_REST, f"{self.blocks.num_promised} blocks are promised")
+
+    def _say(self, rule: Rule, what: str, **where: Any) -> None:
+        self.broken.append(Broken(rule, self.origin, self._seq, what, **where))
+
+    def _replay(self, extract: Extract) -> None:
+        expected = extract.first_seq
+        for row in extract.rows.tolist():
+            self._seq = seq = row[18]
+            if seq >= extract.first_seq:
+                if seq != expected:
+                    self._say(Rule.ROWS_MISSING, f"row {seq} follows row {expected - 1}")
+                expected = seq + 1
+            self._row(row)
+
+    def _row(self, row: tuple[int, ...]) -> None:
+        hi, lo, prefill, decode, attempt, peer, book, source, target, reason = row[:10]
+        layer, head, num_heads, _, first, count, detail, num_bytes, seq = row[10:]
+        key = TransferKey(hi, lo, attempt, prefill, decode)
+        wrong = misentered(book, source, target, reason)
+        if wrong:
+            self._say(Rule.MISENTERED, wrong, transfer=key if hi or lo else None)
+            return
+        if book == Book.BLOCKS:
+            self.blocks.move(source, target, reason, first, count, detail)
+            return
+        if book == Book.PROMISES:
+            self.blocks.promise(target, count)
+            return
+        if book == Book.BINDINGS:
+            self.blocks.bind(key, reason, detail, count)
+            return
+        end = self.ends.get(key)
+        if end is None:
+            if reason in (Reason.LATE, Reason.ADOPTED):
+                return  # of a transfer that ended before the first page that is left
+            end = self.ends[key] = End(self.origin, key, self._say)
+            end.common_seq = self.common_seq
+            self._check_epoch(key)
+        if book == Book.TRANSFERS:
+            end.move(source, target, seq)
+            if end.ended:
+                self.blocks.unbind(key)
+        elif book == Book.JOBS:
+            end.job(peer, detail, target)
+        elif reason == Reason.ORDERED:
+            if (target == Account.OWED) != (self.origin.role == "prefill"):
+                what = f"{Account(target).name} at {self.origin.role}"
+                self._say(Rule.MISENTERED, what, transfer=key)
+            shape = (layer, first, count, head, num_heads, num_bytes)
+            end.order(peer, shape, detail, target == Account.OWED)
+        else:
+            end.cells(peer, reason, detail, (layer, first, count, head, num_heads, num_bytes))
+
+    def _check_epoch(self, key: TransferKey) -> None:
+        theirs = key.prefill_epoch if self.origin.role == "prefill" else key.decode_epoch
+        if theirs != self.origin.epoch & 0xFFFF_FFFF:
+            what = f"it is of epoch {theirs}, this is epoch {self.origin.epoch}"
+            self._say(Rule.FOREIGN_EPOCH, what, transfer=key)
