@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from prefix_index.index import (
     EMPTY,
@@ -145,7 +146,8 @@ class MemoryIndex:
     async def follow(self, cursor: Cursor, wait_s: float) -> Changes:
         if self._num_changes <= cursor[1]:
             await self._wait_for_change(wait_s)
-        changes = tuple(change for number, change in self._changes if number > cursor[1])
+        news = takewhile(lambda numbered: numbered[0] > cursor[1], reversed(self._changes))
+        changes = tuple(change for _, change in news)[::-1]
         return Changes(Cursor((0, max(self._num_changes, cursor[1]))), changes)
 
     async def doubt(self, worker: str, epoch: int) -> None:

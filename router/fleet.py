@@ -18,6 +18,7 @@ from engine.clock import Clock
 from kvcache.block_hash import BlockHash, Namespace
 from prefix_index.index import Manifest, Role, WorkerRecord
 from router.doubts import Doubts, Party
+from router.pace import Pace
 from router.snapshot import Snapshot, take_snapshot
 from router.worker import Booking, Worker
 
@@ -54,6 +55,7 @@ class Fleet:
         self._clock = clock
         self._log = log
         self.doubts = Doubts(clock, doubt_s)
+        self._pace = Pace(clock)
         self._workers: dict[str, Worker] = {}  # by instance
         self._leaving: list[grpc.aio.Channel] = []
         self._link_bytes_per_ms: dict[tuple[str, str], float] = {}  # by pair of instances
@@ -145,12 +147,22 @@ class Fleet:
             if (worker := self._workers.get(instance)) is not None:
                 matched[worker.name] = max(matched.get(worker.name, 0), kept_tokens)
         links = self._link_bytes_per_ms
-        return take_snapshot(num_tokens, key, workers, matched, links, refused)
+        return take_snapshot(num_tokens, key, workers, matched, links, refused, self._pace)
 
-    def book(self, computing: Worker, streaming: Worker, tokens: int) -> Booking:
-        computing.booked_tokens += tokens
+    def book(
+        self,
+        computing: Worker,
+        streaming: Worker,
+        tokens: int,
+        prompt_tokens: int = 0,
+        compute_ms: float = 0.0,
+    ) -> Booking:
+        """`tokens` of a prompt's `prompt_tokens` are to be computed, in `compute_ms`."""
+        prompt_tokens = max(tokens, prompt_tokens)
+        computing.book(tokens, prompt_tokens)
         streaming.booked_requests += 1
-        return Booking(computing, streaming, tokens)
+        self._pace.note(compute_ms)
+        return Booking(computing, streaming, tokens, prompt_tokens)
 
     def measure_link(self, pair: tuple[str, str], num_bytes: int, transfer_ms: float) -> None:
         """Learn a link's speed. Sending waits for compute, so a sample is a lower bound of it."""

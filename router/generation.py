@@ -187,7 +187,13 @@ class Handler:
         served.journey.set_out(work)
         self._metrics.routes.labels(computed_by="prefill" if work.prefill else "decode").inc()
         uncached = snapshot.prompt.uncached_tokens(chosen.computing)
-        booking = self._fleet.book(work.prefill or work.decode, work.decode, uncached)
+        booking = self._fleet.book(
+            work.prefill or work.decode,
+            work.decode,
+            uncached,
+            snapshot.prompt.num_tokens,
+            chosen.terms.compute_ms,
+        )
         attempt = Attempt(
             work, served.transcript, served.journey, booking, self._clock, served.deadline
         )

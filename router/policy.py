@@ -6,6 +6,7 @@ Every candidate is a (prefill, decode) pair or decode alone, and costs predicted
     compute       the prompt tokens that replica does not hold
     link          moving the blocks decode lacks, less what hides behind the compute
     interference  what computing on decode takes from the sequences it is streaming
+    followers     what computing takes from the prompts that will come before the queue is empty
     admission     opening two legs instead of one, then a place and room in decode's batch
 
 The terms add up to the cost. The cheapest candidate wins; costs are compared in tenths of a
@@ -18,6 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prefix_index.worker_record import shared_wires
+
+LEAST_IDLE = 0.1  # of the time; where the queues only grow, no mean is finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ class Weights:
 
     # Computing on decode delays every sequence it streams, and the one that will join meanwhile.
     interference: float = 1.0
+    # What others will wait for this prompt's computing, against its own waiting.
+    followers: float = 1.0
     # A second leg, a reservation and a commit: about ten gRPC messages of 0.5 ms.
     handoff_ms: float = 5.0
     # What each sequence more adds to a decode step: 68 ms alone, 172 ms with sixteen (fp32, CPU).
@@ -100,6 +105,12 @@ class Terms:
     link_ms: float = 0.0
     interference_ms: float = 0.0
     admission_ms: float = 0.0
+    followers_ms: float = 0.0
+
+    @property
+    def ttft_ms(self) -> float:
+        """Of the cost, what this prompt itself waits for its first token."""
+        return self.queue_ms + self.compute_ms
 
     @property
     def cost_ms(self) -> float:
@@ -112,6 +123,7 @@ class Terms:
             "link": self.link_ms,
             "interference": self.interference_ms,
             "admission": self.admission_ms,
+            "followers": self.followers_ms,
         }
 
 
@@ -150,6 +162,19 @@ class Replicas:
     decodes: Sequence[Replica]
     refused_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)
     link_bytes_per_ms: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    prompts_per_ms: float = 0.0  # that come, to all of them together
+    busy: float = 0.0  # how many prefill replicas they keep computing
+
+    def followers(self, role: Sequence[Replica], ahead_ms: float, compute_ms: float) -> float:
+        """Prompts that will come to one replica of `role` before what it has to do is done.
+
+        Work that is added lengthens the busy period it falls into, by itself and by what comes
+        meanwhile; whoever comes until its end waits that much longer. (The mean of a busy period
+        that begins with work w is w / (1 - utilisation): Kleinrock, Queueing Systems 1, 5.8.)
+        """
+        count = max(1, len(role))
+        idle = max(LEAST_IDLE, 1 - self.busy / max(1, len(self.prefills)))
+        return self.prompts_per_ms / count * (ahead_ms + compute_ms / 2) / idle
 
 
 def choose(
@@ -173,7 +198,7 @@ def _candidates(
         alone = _decode_refusal(prompt, decode, pins)
         if pins.prefill and not alone:
             alone = f"the request is pinned to prefill {pins.prefill}"
-        terms = _alone_terms(prompt, decode, weights)
+        terms = _alone_terms(prompt, decode, replicas, weights)
         yield Candidate(None, decode, terms=terms, refused=alone)
         for prefill in replicas.prefills:
             pair = (prefill.name, decode.name)
@@ -185,32 +210,43 @@ def _candidates(
                 or unwired
             )
             speed = replicas.link_bytes_per_ms.get(pair, weights.link_bytes_per_ms)
-            terms = _pair_terms(prompt, prefill, decode, speed, weights)
+            terms = _pair_terms(prompt, prefill, decode, speed, replicas, weights)
             yield Candidate(prefill, decode, wire, terms, refused)
 
 
 def _pair_terms(
-    prompt: Prompt, prefill: Replica, decode: Replica, link_bytes_per_ms: float, weights: Weights
+    prompt: Prompt,
+    prefill: Replica,
+    decode: Replica,
+    link_bytes_per_ms: float,
+    replicas: Replicas,
+    weights: Weights,
 ) -> Terms:
     compute_ms = prompt.uncached_tokens(prefill) * prefill.ms_per_token
     link_ms = prompt.shipped_bytes(prefill, decode) / link_bytes_per_ms
     # Layer by layer: all but the first layer's compute can hide the sending of the one before.
     hidden_ms = compute_ms * (prompt.num_layers - 1) / prompt.num_layers
+    queue_ms = prefill.queued_tokens * prefill.ms_per_token
+    followers = replicas.followers(replicas.prefills, queue_ms, compute_ms)
     return Terms(
-        queue_ms=prefill.queued_tokens * prefill.ms_per_token,
+        queue_ms=queue_ms,
         compute_ms=compute_ms,
         link_ms=max(0.0, link_ms - hidden_ms),
         admission_ms=weights.handoff_ms + _wait_ms(prompt, decode, weights),
+        followers_ms=weights.followers * followers * compute_ms,
     )
 
 
-def _alone_terms(prompt: Prompt, decode: Replica, weights: Weights) -> Terms:
+def _alone_terms(prompt: Prompt, decode: Replica, replicas: Replicas, weights: Weights) -> Terms:
     compute_ms = prompt.uncached_tokens(decode) * decode.ms_per_token
+    queue_ms = decode.queued_tokens * decode.ms_per_token
+    followers = replicas.followers(replicas.decodes, queue_ms, compute_ms)
     return Terms(
-        queue_ms=decode.queued_tokens * decode.ms_per_token,
+        queue_ms=queue_ms,
         compute_ms=compute_ms,
         interference_ms=weights.interference * compute_ms * (decode.running + 1),
         admission_ms=_wait_ms(prompt, decode, weights),
+        followers_ms=weights.followers * followers * compute_ms,
     )
 
 

@@ -7,6 +7,7 @@ from statistics import mean
 from prefix_index.index import Manifest, Role
 from router import policy
 from router.doubts import Party
+from router.pace import Pace
 from router.worker import Worker
 
 NO_SPEED_YET_MS = 1.0  # per prompt token, until any worker has measured it
@@ -50,6 +51,7 @@ def take_snapshot(
     matched_tokens: Mapping[str, int],
     link_bytes_per_ms: Mapping[tuple[str, str], float],
     refused: Callable[[Party], str],
+    pace: Pace,
 ) -> Snapshot:
     """`matched_tokens` is by worker name, link speeds by pair of instances.
 
@@ -78,6 +80,8 @@ def take_snapshot(
             for prefill, decode in pairs
             if (speed := link_bytes_per_ms.get(_instances(prefill, decode)))
         },
+        prompts_per_ms=pace.prompts_per_ms,
+        busy=pace.busy,
     )
     return Snapshot(_prompt(num_tokens, key, shape), replicas, prefills, decodes)
 

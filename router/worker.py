@@ -22,10 +22,15 @@ class Worker:
     record: WorkerRecord
     channel: grpc.aio.Channel
     unfit: str
-    booked_tokens: int = 0  # ours, on their way or waiting there
+    booked_tokens: int = 0  # ours, on their way or waiting there: to be computed, as we think
+    booked_prompts: int = 0  # the tokens of those prompts in full, as the worker counts them
     booked_requests: int = 0
     foreign_tokens: int = 0  # what it reported beyond ours: other routers' work
     legs: set[Loses] = field(default_factory=set)
+    # The most prompt tokens booked at once, since the last report and between it and the last but
+    # one: what a report counts has been booked at some time in these two spans, so whatever it
+    # says beyond is foreign, however old it is when it arrives here.
+    _peaks: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:
@@ -43,8 +48,14 @@ class Worker:
 
     def renew(self, record: WorkerRecord) -> None:
         if record.load != self.record.load:
-            self.foreign_tokens = max(0, record.load.queued_tokens - self.booked_tokens)
+            self.foreign_tokens = max(0, record.load.queued_tokens - max(self._peaks))
+            self._peaks = (self._peaks[1], self.booked_prompts)
         self.record = record
+
+    def book(self, tokens: int, prompt_tokens: int) -> None:
+        self.booked_tokens += tokens
+        self.booked_prompts += prompt_tokens
+        self._peaks = (self._peaks[0], max(self._peaks[1], self.booked_prompts))
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +65,12 @@ class Booking:
     computing: Worker
     streaming: Worker
     tokens: int
+    prompt_tokens: int
 
     def computed(self) -> None:
         """The prompt is computed; safe to say twice."""
-        self.computing.booked_tokens -= self.tokens
-        self.tokens = 0
+        self.computing.book(-self.tokens, -self.prompt_tokens)
+        self.tokens = self.prompt_tokens = 0
 
     def close(self) -> None:
         self.computed()

@@ -243,6 +243,23 @@ def test_a_reported_queue_is_not_counted_twice(bench: Bench) -> None:
     assert bench.snapshot().replicas.prefills[0].queued_tokens == 200
 
 
+def test_a_report_that_arrives_late_does_not_turn_our_own_work_into_others(bench: Bench) -> None:
+    """It was made while two prompts were here, and is read when one of them is done."""
+    bench.show(record("prefill-0"), record("decode-0"))
+    prefill_0, decode_0 = bench.fleet.workers
+    bookings = [bench.fleet.book(prefill_0, decode_0, 100, 1000) for _ in range(2)]
+    bookings[0].computed()
+    bench.show(record("prefill-0", load=replace(IDLE, queued_tokens=2000)), record("decode-0"))
+    assert bench.snapshot().replicas.prefills[0].queued_tokens == 100
+    bench.show(record("prefill-0", load=replace(IDLE, queued_tokens=2500)), record("decode-0"))
+    assert bench.snapshot().replicas.prefills[0].queued_tokens == 100 + 500
+    bench.show(record("prefill-0", load=replace(IDLE, queued_tokens=2400)), record("decode-0"))
+    assert bench.snapshot().replicas.prefills[0].queued_tokens == 100 + 1400
+    for booking in bookings:
+        booking.close()
+    bench.fleet.check()
+
+
 async def test_a_later_life_takes_the_place_of_the_one_before(bench: Bench) -> None:
     bench.show(record("decode-0"))
     (first,) = bench.fleet.workers

@@ -83,6 +83,7 @@ async def test_explain_says_where_without_sending(cluster: FakeCluster) -> None:
         "link",
         "interference",
         "admission",
+        "followers",
     }
     assert prefill.requests == decode.requests == []
 

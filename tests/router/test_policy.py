@@ -63,6 +63,30 @@ def test_the_terms_of_a_pair_add_up_to_its_cost() -> None:
     assert terms.cost_ms == pytest.approx(sum(terms.named().values()))
 
 
+def test_a_busy_fleet_waits_for_work_that_is_done_and_an_idle_one_does_not() -> None:
+    """The warm replica's queue is longer than what its cache would save this prompt alone."""
+    warm, cold = prefill("warm", matched_blocks=32, queued_tokens=700), prefill("cold")
+    idle, busy = (
+        Replicas([warm, cold], [decode()], prompts_per_ms=0.002, busy=busy) for busy in (0.1, 1.6)
+    )
+    assert names(choose(PROMPT, idle))[0] == "cold"
+    assert names(choose(PROMPT, busy))[0] == "warm"
+    assert names(choose(PROMPT, busy, weights=Weights(followers=0)))[0] == "cold"
+
+
+def test_followers_come_while_the_queue_lasts_and_wait_for_what_is_computed() -> None:
+    fleet = Replicas(
+        [prefill(queued_tokens=500), prefill("p1")], [decode()], prompts_per_ms=0.004, busy=1.0
+    )
+    terms = candidate(choose(PROMPT, fleet), "p0").terms
+    # 0.002 prompts a ms come to each; half busy, so the queue takes twice its work to empty.
+    assert terms.followers_ms == pytest.approx(0.002 * (500 + 1000 / 2) / 0.5 * 1000)
+    assert terms.ttft_ms == 1500
+    drowned = Replicas([prefill()], [decode()], prompts_per_ms=0.001, busy=5.0)
+    most = candidate(choose(PROMPT, drowned), "p0").terms.followers_ms
+    assert most == pytest.approx(0.001 * 500 / 0.1 * 1000)
+
+
 def test_decode_alone_pays_for_every_sequence_it_delays() -> None:
     alone = [
         candidate(choose(PROMPT, Replicas([], [decode(running=running)])), "").terms

@@ -1,0 +1,171 @@
+"""The simulated workers and what announces them: real announcers, a real index, real mirrors.
+
+start   every worker registers under its first epoch
+fail    a prefill replica dies without a word: its lease lapses, its announcer is silent
+revive  the next life under the same name registers, empty, under the next epoch
+"""
+
+import asyncio
+from contextlib import suppress
+
+from engine.clock import Clock
+from kvcache.block_pool import BlockPool
+from kvferry.replay.decode_replica import DecodeReplica
+from kvferry.replay.lagging_index import LaggingIndex
+from kvferry.replay.options import Fault, Options
+from kvferry.replay.prefill_replica import PrefillReplica
+from kvferry.replay.rivals import Policy
+from kvferry.replay.trace import NAMESPACE, Trace
+from prefix_index.announcer import Announcer
+from prefix_index.index import Load, Manifest, Role, WorkerRecord
+
+HEARTBEAT_S = 1.0
+LEASE_S = 5.0
+# The largest block a worker can have. A trace with larger ones is replayed in units of several
+# tokens, so that a trace's block is one block of the index.
+MAX_BLOCK_TOKENS = 128
+
+
+def unit_tokens(trace: Trace) -> int:
+    """Tokens that the router is told are one."""
+    return max(1, trace.block_tokens // MAX_BLOCK_TOKENS)
+
+
+class Crew:
+    """Belongs to one event loop."""
+
+    def __init__(self, trace: Trace, options: Options, clock: Clock) -> None:
+        self._trace = trace
+        self._options = options
+        self._clock = clock
+        self._unit = unit_tokens(trace)
+        self.index = LaggingIndex(clock)
+        self.index.lag_s = options.index_lag_s
+        self._pool: BlockPool | None = None
+        if options.policy in (Policy.SHARED_CACHE, Policy.INFINITE_CACHE):
+            self._pool = BlockPool(self._shared_blocks())
+        self.prefills: dict[str, PrefillReplica] = {}  # by instance: all lives there ever were
+        self.decodes: dict[str, DecodeReplica] = {}
+        self._living: dict[str, tuple[str, asyncio.Task[None]]] = {}
+
+    async def start(self) -> None:
+        for number in range(self._options.num_replicas):
+            await self._begin_prefill(f"prefill-{number}")
+        for number in range(self._options.num_decodes):
+            await self._begin_decode(f"decode-{number}")
+
+    async def stop(self) -> None:
+        for _, task in self._living.values():
+            task.cancel()
+        for _, task in self._living.values():
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def suffer(self, fault: Fault) -> None:
+        """Let one fault happen when it is due."""
+        await self._clock.sleep(fault.at_s)
+        name = f"prefill-{fault.replica}"
+        self.fail(name)
+        if fault.down_s is not None:
+            await self._clock.sleep(fault.down_s)
+            await self._begin_prefill(name)
+
+    def fail(self, name: str) -> None:
+        instance, announcing = self._living.pop(name)
+        self.prefills[instance].fail()
+        announcing.cancel()
+
+    def work_ms(self) -> dict[str, float]:
+        """By name, over all lives."""
+        work: dict[str, float] = {}
+        for instance, replica in self.prefills.items():
+            name = instance.partition("/")[0]
+            work[name] = work.get(name, 0.0) + replica.busy_ms
+        return work
+
+    async def _begin_prefill(self, name: str) -> None:
+        blocks = self._options.cache_tokens // self._trace.block_tokens
+        pool = self._pool or BlockPool(blocks)
+        replica = PrefillReplica(
+            name, pool, self._trace.block_tokens, self._unit, self._options.speeds
+        )
+        epoch = await self.index.next_epoch(name)
+        record = self._record(name, Role.PREFILL, epoch, replica.load())
+        self.prefills[record.instance] = replica
+        announcer = Announcer(
+            self.index,
+            record,
+            source=replica.news if self._pool is None else lambda: (replica.load(), []),
+            resident=replica.resident if self._pool is None else list,
+            clock=self._clock,
+            heartbeat_s=HEARTBEAT_S,
+            lease_s=LEASE_S,
+        )
+        self._live(record, announcer)
+
+    async def _begin_decode(self, name: str) -> None:
+        blocks = self._options.decode_tokens // self._trace.block_tokens
+        replica = DecodeReplica(
+            name, blocks, self._trace.block_tokens, self._unit, self._options.speeds
+        )
+        epoch = await self.index.next_epoch(name)
+        record = self._record(name, Role.DECODE, epoch, replica.load())
+        self.decodes[record.instance] = replica
+        announcer = Announcer(
+            self.index,
+            record,
+            source=lambda: (replica.load(), []),
+            resident=list,
+            clock=self._clock,
+            heartbeat_s=HEARTBEAT_S,
+            lease_s=LEASE_S,
+        )
+        self._live(record, announcer)
+
+    def _live(self, record: WorkerRecord, announcer: Announcer) -> None:
+        task = asyncio.create_task(_announce(announcer, self._clock))
+        self._living[record.name] = (record.instance, task)
+
+    def _record(self, name: str, role: Role, epoch: int, load: Load) -> WorkerRecord:
+        return WorkerRecord(
+            name=name,
+            role=role,
+            instance=f"{name}/{epoch}",
+            epoch=epoch,
+            address=name,
+            system_address="",
+            rank_addresses=(name,),
+            kv_intervals=((0, 1),),
+            manifest=self._manifest(),
+            load=load,
+        )
+
+    def _manifest(self) -> Manifest:
+        """Of a model whose KV of one unit of tokens has as many bytes as the speeds say."""
+        token_bytes = self._options.speeds.token_bytes * self._unit
+        return Manifest(
+            protocol=1,
+            model="replay",
+            namespace=NAMESPACE.hex(),
+            block_size=self._trace.block_tokens // self._unit,
+            dtype="float16",
+            num_layers=32,
+            num_query_heads=1,
+            num_kv_heads=1,
+            head_dim=token_bytes // (2 * 2 * 32),
+            max_context=2**31 - 1,
+            vocab_size=1,
+            wires=("tcp",),
+        )
+
+    def _shared_blocks(self) -> int:
+        if self._options.policy is Policy.INFINITE_CACHE:
+            block_tokens = self._trace.block_tokens
+            return sum(-(-each.num_tokens // block_tokens) for each in self._trace.arrivals)
+        return self._options.num_replicas * self._options.cache_tokens // self._trace.block_tokens
+
+
+async def _announce(announcer: Announcer, clock: Clock) -> None:
+    """`Announcer.run` without its goodbye: a worker that dies says none."""
+    while True:
+        await clock.sleep(await announcer.step())

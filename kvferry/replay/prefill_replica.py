@@ -1,0 +1,146 @@
+"""A simulated prefill worker: a real pool of blocks, and time instead of arithmetic.
+
+One life ends with `fail`; whoever waits for it then gets `LifeOver`. Prompts run one after another
+in the order in which they came, as a worker that has one prompt at a time in its token budget does.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kvcache.block_hash import BlockHash, index_key
+from kvcache.block_pool import BlockEvent, BlockPool, OutOfBlocks, Removed, Stored
+from kvferry.replay.speeds import Speeds
+from kvferry.replay.trace import Arrival
+from prefix_index.index import Load
+
+FULL_POLL_S = 0.005
+WEIGHT = 0.2  # of the newest prompt in the speed that is reported
+
+
+class LifeOver(Exception):
+    """The worker died before it was done."""
+
+
+@dataclass(slots=True)
+class Computed:
+    """A prompt whose blocks the worker still holds."""
+
+    cached_tokens: int
+    compute_ms: float
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class PrefillReplica:
+    """Tokens it reports are counted in units of `unit` tokens; see `simulation`."""
+
+    name: str
+    pool: BlockPool
+    block_tokens: int
+    unit: int
+    speeds: Speeds
+    busy_ms: float = 0.0
+    num_prompts: int = 0
+    alive: bool = True
+    _queued_tokens: int = 0
+    _num_waiting: int = 0
+    _num_running: int = 0
+    _ms_per_token: float = 0.0
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _died: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def compute(self, arrival: Arrival) -> Computed:
+        """Wait for a turn, reuse what is here, compute the rest. Raises LifeOver."""
+        self._queued_tokens += arrival.num_tokens
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                return await self._run(arrival)
+        finally:
+            self._queued_tokens -= arrival.num_tokens
+            self._num_waiting -= 1
+
+    async def _run(self, arrival: Arrival) -> Computed:
+        held = await self._acquire(arrival)
+        cached_tokens = len(held) * self.block_tokens
+        fresh = -(-arrival.num_tokens // self.block_tokens) - len(held)
+        block_ids = held + self.pool.take(fresh)
+        compute_ms = self.speeds.prefill_ms(arrival.num_tokens, cached_tokens)
+        self._num_running = 1
+        try:
+            await self._spend(compute_ms)
+        except BaseException:
+            self.pool.release(reversed(block_ids))
+            raise
+        finally:
+            self._num_running = 0
+        self._measure(compute_ms, arrival.num_tokens - cached_tokens)
+        parent: BlockHash | None = None
+        for block_id, name in zip(block_ids, arrival.names, strict=False):
+            self.pool.name(block_id, name, parent)
+            parent = name
+        return Computed(cached_tokens, compute_ms, block_ids)
+
+    async def _acquire(self, arrival: Arrival) -> list[int]:
+        """The reusable blocks, once there is room for the rest as well."""
+        reusable = arrival.names[: (arrival.num_tokens - 1) // self.block_tokens]
+        num_blocks = -(-arrival.num_tokens // self.block_tokens)
+        while self.alive:
+            try:
+                held = self.pool.share(reusable)
+            except OutOfBlocks:
+                held = []
+            else:
+                if num_blocks - len(held) <= self.pool.num_available:
+                    return held
+            self.pool.release(reversed(held))
+            await asyncio.sleep(FULL_POLL_S)
+        raise LifeOver(f"{self.name} died")
+
+    async def _spend(self, milliseconds: float) -> None:
+        try:
+            async with asyncio.timeout(milliseconds / 1000):
+                await self._died.wait()
+        except TimeoutError:
+            self.busy_ms += milliseconds
+            self.num_prompts += 1
+            return
+        raise LifeOver(f"{self.name} died")
+
+    def release(self, computed: Computed) -> None:
+        """What was shipped need not be held any more; it stays as cache."""
+        self.pool.release(reversed(computed.block_ids))
+
+    def fail(self) -> None:
+        self.alive = False
+        self._died.set()
+
+    def load(self) -> Load:
+        return Load(
+            running=self._num_running,
+            waiting=self._num_waiting - self._num_running,
+            queued_tokens=self._queued_tokens // self.unit,
+            free_blocks=self.pool.num_available,
+            total_blocks=self.pool.num_blocks,
+            prefill_ms_per_token=self._ms_per_token * self.unit,
+            decode_step_ms=0.0,
+            draining=False,
+        )
+
+    def news(self) -> tuple[Load, list[BlockEvent]]:
+        """As an announcer wants it."""
+        return self.load(), [_indexed(event) for event in self.pool.drain_events()]
+
+    def resident(self) -> list[BlockHash]:
+        return [index_key(name) for name in self.pool.resident()]
+
+    def _measure(self, compute_ms: float, num_tokens: int) -> None:
+        sample = compute_ms / num_tokens
+        known = self._ms_per_token or sample
+        self._ms_per_token = known + WEIGHT * (sample - known)
+
+
+def _indexed(event: BlockEvent) -> BlockEvent:
+    if isinstance(event, Removed):
+        return Removed(index_key(event.name))
+    return Stored(index_key(event.name), index_key(event.parent) if event.parent else None)

@@ -1,0 +1,116 @@
+"""The honest hit rate: where every prompt token that could have been reused was lost, and why.
+
+Five numbers that only shrink, all in prompt tokens:
+
+    oracle     some prompt routed before had these tokens: what a cache without end would give
+    available  some usable worker holds them
+    captured   the chosen pair holds them
+    promised   whoever of the pair computes the prompt holds them
+    delivered  nobody computed them
+
+A worker decides what it really holds, so it may deliver more than the index knew; then the numbers
+above are raised to what was delivered: nobody can deliver what was not there. So for each request
+`prompt == delivered + sum(lost.values())`, and no loss is negative.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+
+
+class Loss(Enum):
+    """Why a token was computed; the first that applies."""
+
+    NEW = "never seen"  # not a token of the oracle's
+    EVICTED = "evicted"  # was announced once, or should have been by now
+    LAG = "event lag"  # being computed, or computed so lately that nobody has told us
+    EPOCH = "epoch"  # the life that held it is over
+    LOAD = "load"  # another worker held it, and cost more
+    PAIR = "pair"  # decode holds it, prefill computed it nevertheless
+    STALE = "stale index"  # promised by the index, not there
+
+
+@dataclass(frozen=True, slots=True)
+class HitRate:
+    """Of one request, or added up over many."""
+
+    prompt: int = 0
+    oracle: int = 0
+    available: int = 0
+    captured: int = 0
+    promised: int = 0
+    delivered: int = 0
+    lost: Mapping[Loss, int] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every token is accounted for."""
+        chain = self.chain()
+        assert all(more >= less for more, less in pairwise(chain)), chain
+        assert all(count >= 0 for count in self.lost.values()), self.lost
+        assert self.prompt == self.delivered + sum(self.lost.values()), self
+
+    def chain(self) -> tuple[int, ...]:
+        return (
+            self.prompt,
+            self.oracle,
+            self.available,
+            self.captured,
+            self.promised,
+            self.delivered,
+        )
+
+    def rate(self, count: int) -> float:
+        return count / self.prompt if self.prompt else 0.0
+
+
+def account(
+    *,
+    prompt: int,
+    oracle: int,
+    available: int,
+    captured: int,
+    promised: int,
+    delivered: int,
+    gone: Iterable[tuple[Loss, int]] = (),
+) -> HitRate:
+    """The numbers of one request as they were seen, in one chain that adds up.
+
+    `gone` says in which way seen tokens ceased to be available, in the prompt's order, beginning
+    with the first that is not; what it leaves open counts as evicted.
+    """
+    assert 0 <= delivered <= prompt, f"{delivered} tokens delivered of {prompt}"
+    promised = min(prompt, max(promised, delivered))
+    captured = min(prompt, max(captured, promised))
+    available = min(prompt, max(available, captured))
+    oracle = min(prompt, max(oracle, available))
+    lost: Counter[Loss] = Counter()
+    open_tokens = oracle - available
+    for loss, count in gone:
+        lost[loss] += min(count, open_tokens)
+        open_tokens -= min(count, open_tokens)
+    lost[Loss.EVICTED] += open_tokens
+    lost[Loss.NEW] += prompt - oracle
+    lost[Loss.LOAD] += available - captured
+    lost[Loss.PAIR] += captured - promised
+    lost[Loss.STALE] += promised - delivered
+    rate = HitRate(prompt, oracle, available, captured, promised, delivered, dict(+lost))
+    rate.check()
+    return rate
+
+
+def total(rates: Iterable[HitRate]) -> HitRate:
+    known = list(rates)
+    lost: Counter[Loss] = Counter()
+    for rate in known:
+        lost.update(rate.lost)
+    return HitRate(
+        prompt=sum(each.prompt for each in known),
+        oracle=sum(each.oracle for each in known),
+        available=sum(each.available for each in known),
+        captured=sum(each.captured for each in known),
+        promised=sum(each.promised for each in known),
+        delivered=sum(each.delivered for each in known),
+        lost=dict(+lost),
+    )

@@ -1,0 +1,92 @@
+"""The identity holds for every request: what was not delivered was lost for a reason."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.clock import ManualClock
+from router.hit_rate import HitRate, Loss, account, total
+from router.sightings import Sightings
+
+tokens = st.integers(0, 5000)
+
+
+def test_each_gap_has_its_reason() -> None:
+    rate = account(
+        prompt=1000,
+        oracle=800,
+        available=500,
+        captured=400,
+        promised=350,
+        delivered=300,
+        gone=[(Loss.EPOCH, 100), (Loss.LAG, 50), (Loss.EVICTED, 16)],
+    )
+    assert rate.lost == {
+        Loss.NEW: 200,
+        Loss.EPOCH: 100,
+        Loss.LAG: 50,
+        Loss.EVICTED: 150,
+        Loss.LOAD: 100,
+        Loss.PAIR: 50,
+        Loss.STALE: 50,
+    }
+
+
+def test_a_worker_that_held_more_than_the_index_knew_raises_the_numbers_above() -> None:
+    rate = account(prompt=100, oracle=0, available=0, captured=0, promised=0, delivered=64)
+    assert rate.chain() == (100, 64, 64, 64, 64, 64)
+    assert rate.lost == {Loss.NEW: 36}
+
+
+@given(
+    prompt=tokens,
+    seen=st.lists(tokens, min_size=4, max_size=4),
+    delivered=tokens,
+    gone=st.lists(st.tuples(st.sampled_from(Loss), st.integers(0, 900)), max_size=6),
+)
+def test_the_numbers_only_shrink_and_add_up_whatever_was_seen(
+    prompt: int, seen: list[int], delivered: int, gone: list[tuple[Loss, int]]
+) -> None:
+    oracle, available, captured, promised = seen
+    rate = account(
+        prompt=prompt,
+        oracle=oracle,
+        available=available,
+        captured=captured,
+        promised=promised,
+        delivered=min(delivered, prompt),
+        gone=gone,
+    )
+    rate.check()
+    twice = total([rate, rate])
+    twice.check()
+    assert twice.prompt == 2 * prompt and total([]) == HitRate()
+
+
+def test_what_was_seen_is_gone_for_a_reason() -> None:
+    clock = ManualClock()
+    sightings = Sightings(clock, lag_s=1.0)
+    names = [bytes([number]) * 16 for number in range(4)]
+
+    def why(*live: str) -> list[Loss]:
+        return [loss for loss, _ in sightings.gone(names[:1], 16, lambda each: each in live)]
+
+    assert sightings.depth(names) == 0
+    sightings.note(names[:3], "w/1")
+    assert sightings.depth(names) == 3
+    assert why("w/1") == [Loss.LAG]
+    sightings.settle(names, "w/1")
+    clock.advance(0.5)
+    assert why("w/1") == [Loss.LAG]
+    clock.advance(0.5)
+    assert why("w/1") == [Loss.EVICTED]
+    assert why("w/2") == [Loss.EPOCH]
+
+
+def test_only_so_many_names_are_remembered_and_the_latest_stay() -> None:
+    sightings = Sightings(ManualClock(), max_names=3)
+    names = [bytes([number]) for number in range(5)]
+    sightings.note(names[:3], "w")
+    sightings.note(names[:1], "w")
+    sightings.note(names[3:], "w")
+    assert len(sightings) == 3
+    assert [sightings.depth([name]) for name in names] == [1, 0, 0, 1, 1]
