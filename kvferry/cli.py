@@ -303,6 +303,22 @@ def replay(
     run(trace, policies, options, first, out, picture, decisions, _console())
 
 
+@app.command()
+def audit(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Ledger files, or the workers' ledger_dir folders.")
+    ],
+    at_rest: Annotated[
+        bool, typer.Option("--at-rest", help="Nothing may be under way, and no block owned.")
+    ] = False,
+) -> None:
+    """Prove from the ledgers of both sides where every block and cell went."""
+    from kvferry.audit.command import run
+
+    if not run(paths, _console(), at_rest=at_rest):
+        raise typer.Exit(1)
+
+
 @bench_app.command("transfer")
 def bench_transfer(
     wire: Annotated[

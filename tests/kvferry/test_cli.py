@@ -9,7 +9,7 @@ import pytest
 from kvferry.cli import flags_of
 from kvferry.errors import CommandError
 
-COMMANDS = {"up", "demo", "ask", "chat", "ps", "plan", "router", "prefill", "decode"}
+COMMANDS = {"audit", "up", "demo", "ask", "chat", "ps", "plan", "router", "prefill", "decode"}
 
 
 def kvferry(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
