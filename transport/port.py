@@ -79,6 +79,9 @@ class Port:
                 await self._stirred.wait()
         except LinkClosed:
             pass  # `recv` ends, too, and says why
+        except Exception as error:  # a link that takes no frames must not look alive for a lease
+            self.open = False
+            await self.link.close(f"a frame could not be sent: {error!r}")
 
     async def _write_one(self) -> None:
         await self._send(self._posted.popleft(), None)

@@ -97,6 +97,10 @@ class Pumps:
                 await departure.stirred[rank].wait()
         except LinkClosed:
             pass  # `_lose` is told, too
+        except OSError as error:  # of this wire: another pair may do better
+            self._departures.fail(
+                departure, Code.UNAVAILABLE, f"{pair.where()} cannot be sent: {error!r}"
+            )
         except Exception as error:
             self._departures.fail(
                 departure, Code.INTERNAL, f"{pair.where()} cannot be sent: {error!r}"

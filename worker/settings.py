@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvcache.layout import KvLayout
+from transport.faults import FaultSpec
 
 WireName = Literal["shm", "tcp", "grpc", "gloo", "nccl"]
 Count = Annotated[int, Field(ge=1)]
@@ -52,6 +53,7 @@ class WorkerSettings(BaseModel):
     transfer_lease_s: Annotated[float, Field(gt=0, le=600)] = 30.0
     rank_timeout_s: Annotated[float, Field(gt=0, le=600)] = 60.0  # a rank that has not started
     drain_s: Annotated[float, Field(ge=0, le=600)] = 10.0  # what runs may finish at SIGTERM
+    test_faults: str = ""  # for tests alone: what a prefill worker's wires do wrong
 
     # Where every block and cell went, for `kvferry audit`: always in memory, the last pages of it.
     # In a folder it is there however the process ends.
@@ -63,3 +65,9 @@ class WorkerSettings(BaseModel):
         if "nccl" in self.wires and self.device != "cuda":
             raise ValueError(f"the wire nccl needs device cuda, not {self.device}")
         return self
+
+    @field_validator("test_faults")
+    @classmethod
+    def _check_faults(cls, text: str) -> str:
+        FaultSpec.parse(text)
+        return text

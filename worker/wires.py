@@ -2,17 +2,29 @@
 
 from collections.abc import Mapping
 
+import structlog
+
+from engine.clock import MonotonicClock
 from transport.dist_wire import DistAcceptor, DistConnector
+from transport.fault_wire import FaultWire
+from transport.faults import Faults
 from transport.grpc_wire import GrpcConnector
 from transport.link import Acceptor, Connector
 from transport.shm_wire import ShmAcceptor, ShmConnector
 from transport.tcp_wire import TcpAcceptor, TcpConnector
 from worker.settings import WorkerSettings
 
+log = structlog.get_logger()
+
 
 def connectors(settings: WorkerSettings) -> Mapping[str, Connector]:
     """How a prefill rank reaches decode ranks."""
-    return {wire: _connector(wire, settings.host) for wire in settings.wires}
+    made: dict[str, Connector] = {wire: _connector(wire, settings.host) for wire in settings.wires}
+    if not settings.test_faults:
+        return made
+    log.warning("wires_are_faulty_on_purpose", worker=settings.name, faults=settings.test_faults)
+    faults = Faults.of(settings.test_faults)
+    return {wire: FaultWire(inner, faults, MonotonicClock()) for wire, inner in made.items()}
 
 
 def acceptors(settings: WorkerSettings) -> Mapping[str, Acceptor]:

@@ -1,0 +1,263 @@
+"""What a faulty wire does, from a seed: which frames it hits, how, and a record of it.
+
+A spec is words: `seed=7 flip=0.01 drop:commit=0.5 refuse@3` flips a bit in one chunk of a hundred,
+loses every other Commit, and refuses the third send. A word is `KIND=RATE`, `KIND:FRAME=RATE`,
+`KIND@NTH` or `KIND:FRAME@NTH`; the first word that hits a frame is what happens to it. NTH counts
+from 1 the frames that the word could hit, on all links together.
+
+    drop, duplicate, reorder, delay   what becomes of the frame as a whole
+    truncate, flip, swap              its payload: cut off; one bit, of a digest, too; two cells
+    stale, foreign                    a cell is one of an earlier chunk; of another transfer
+    refuse, cut                       the send fails while the link lives; the link is severed
+    half_close                        nothing gets through in this direction any more
+    stall                             nothing moves in either direction for a while
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from protos.transfer_pb2 import Frame
+
+
+class Kind(StrEnum):
+    DROP = "drop"
+    DUPLICATE = "duplicate"
+    REORDER = "reorder"
+    DELAY = "delay"
+    TRUNCATE = "truncate"
+    FLIP = "flip"
+    SWAP = "swap"
+    STALE = "stale"
+    FOREIGN = "foreign"
+    REFUSE = "refuse"
+    CUT = "cut"
+    HALF_CLOSE = "half_close"
+    STALL = "stall"
+
+
+DAMAGES = frozenset({Kind.TRUNCATE, Kind.FLIP, Kind.SWAP, Kind.STALE, Kind.FOREIGN})
+FRAMES = frozenset(field.name for field in Frame.DESCRIPTOR.oneofs_by_name["body"].fields)
+
+NUM_TOLD = 40  # faults in a report
+NUM_EARLIER = 4  # chunks kept to take stale and foreign cells from
+
+_WORD = re.compile(r"(?P<kind>\w+)(:(?P<frame>\w+))?(=(?P<rate>[\d.]+)|@(?P<nth>\d+))")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    kind: Kind
+    frame: str = ""  # any that the kind applies to
+    rate: float = 0.0
+    nth: int = 0  # instead of a rate; from 1
+
+    def __str__(self) -> str:
+        return (
+            self.kind
+            + (f":{self.frame}" if self.frame else "")
+            + (f"@{self.nth}" if self.nth else f"={self.rate:g}")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSpec:
+    seed: int
+    rules: tuple[Rule, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError, naming the word."""
+        seed, rules = 0, []
+        for word in text.split():
+            if word.startswith("seed="):
+                seed = int(word.removeprefix("seed="))
+            else:
+                rules.append(_rule(word))
+        return cls(seed, tuple(rules))
+
+    def __str__(self) -> str:
+        return " ".join([f"seed={self.seed}", *map(str, self.rules)])
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """One fault that happened."""
+
+    number: int  # of the frame, counted over all links and both directions
+    kind: Kind
+    down: bool  # from prefill to decode
+    what: str
+    num_cells: int = 0  # damaged: whose bytes, or digests, are others now
+
+    def __str__(self) -> str:
+        return f"frame {self.number} {'down' if self.down else 'up'}: {self.kind} {self.what}"
+
+
+class Faults:
+    """Draws faults for every frame that passes, and remembers which.
+
+    As a context manager it adds its report to whatever exception passes through.
+    """
+
+    def __init__(self, spec: FaultSpec, random: Random | None = None) -> None:
+        self.spec = spec
+        self.random = random or Random(spec.seed)
+        self.log: list[Injected] = []
+        self.on = True
+        self._num_frames = 0
+        self._hits = [0] * len(spec.rules)
+        self._keeps = any(rule.kind in (Kind.STALE, Kind.FOREIGN) for rule in spec.rules)
+        self._earlier: deque[tuple[bytes, bytes]] = deque(maxlen=NUM_EARLIER)  # key, payload
+
+    @classmethod
+    def of(cls, *words: str) -> Self:
+        return cls(FaultSpec.parse(" ".join(words)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            error.add_note(self.report())
+
+    def count(self, *kinds: Kind) -> int:
+        """How many faults of these kinds have happened; of all, when none is named."""
+        return sum(not kinds or each.kind in kinds for each in self.log)
+
+    @property
+    def num_damaged_cells(self) -> int:
+        return sum(each.num_cells for each in self.log)
+
+    def report(self) -> str:
+        lines = [f"faults injected: {len(self.log)} of {self._num_frames} frames, by {self.spec}"]
+        lines += [f"  {each}" for each in self.log[-NUM_TOLD:]]
+        return "\n".join(lines)
+
+    def draw(
+        self, down: bool, frame: Frame, payload: memoryview | None
+    ) -> tuple[Kind | None, Frame, memoryview | None]:
+        """What happens to a frame, and the frame and payload as they are then."""
+        self._num_frames += 1
+        kind = self._hit(down, frame, payload) if self.on else None
+        changed: tuple[Frame, memoryview | None] = (frame, payload)
+        num_cells = 0
+        if kind in DAMAGES:
+            assert payload is not None
+            changed, num_cells = self._damage(kind, frame, payload)
+            kind = kind if num_cells else None  # a swap of two equal cells is none
+        if self._keeps and payload is not None:
+            self._earlier.append((_key_of(frame), bytes(payload)))
+        if kind is not None:
+            what = _described(frame)
+            self.log.append(Injected(self._num_frames, kind, down, what, num_cells))
+        return kind, *changed
+
+    def _hit(self, down: bool, frame: Frame, payload: memoryview | None) -> Kind | None:
+        body = frame.WhichOneof("body")
+        for index, rule in enumerate(self.spec.rules):
+            if rule.frame and rule.frame != body:
+                continue
+            if rule.kind in DAMAGES and not (payload is not None and payload.nbytes):
+                continue
+            if rule.kind is Kind.REFUSE and not down:
+                continue  # only prefill's own sends pass through a fault wire
+            self._hits[index] += 1
+            hit = self._hits[index] == rule.nth if rule.nth else self.random.random() < rule.rate
+            if hit:
+                return rule.kind
+        return None
+
+    def _damage(
+        self, kind: Kind, frame: Frame, payload: memoryview
+    ) -> tuple[tuple[Frame, memoryview], int]:
+        """The chunk as it is now, and how many of its cells are not what they were."""
+        raw = np.frombuffer(payload, dtype=np.uint8).copy()
+        num_rows = max(1, len(frame.chunk.digests) // 8)
+        width = max(1, raw.nbytes // num_rows)
+        rows = raw[: num_rows * width].reshape(num_rows, width)
+        random, num_cells = self.random, 1
+        match kind:
+            case Kind.FLIP:
+                bit = random.randrange(8 * (raw.nbytes + len(frame.chunk.digests)))
+                if bit >= 8 * raw.nbytes:
+                    return (_with_flipped_digest(frame, bit - 8 * raw.nbytes), payload), 1
+                raw[bit // 8] ^= 1 << bit % 8
+            case Kind.TRUNCATE:
+                kept = random.randrange(raw.nbytes)
+                raw, num_cells = raw[:kept], num_rows - kept // width
+            case Kind.SWAP:
+                first, second = random.sample(range(num_rows), 2) if num_rows > 1 else (0, 0)
+                if (rows[first] == rows[second]).all():
+                    return (frame, payload), 0
+                rows[[first, second]], num_cells = rows[[second, first]], 2
+            case _:
+                row = random.randrange(num_rows)
+                cell = self._other_cell(kind, _key_of(frame), width)
+                if cell is None or cell == rows[row].tobytes():
+                    return (frame, payload), 0
+                rows[row] = np.frombuffer(cell, dtype=np.uint8)
+        return (frame, raw.data), num_cells
+
+    def _other_cell(self, kind: Kind, key: bytes, width: int) -> bytes | None:
+        """A whole cell of a chunk that has passed before."""
+        own = kind is Kind.STALE
+        fit = [old for whose, old in self._earlier if (whose == key) == own and len(old) >= width]
+        if not fit:
+            return None
+        payload = self.random.choice(fit)
+        start = width * self.random.randrange(len(payload) // width)
+        return payload[start : start + width]
+
+
+def _rule(word: str) -> Rule:
+    match = _WORD.fullmatch(word)
+    if match is None or match["kind"] not in list(Kind):
+        raise ValueError(f"fault {word!r}: want KIND=RATE or KIND@NTH, KIND one of {_all(Kind)}")
+    frame, rate, nth = match["frame"] or "", match["rate"], match["nth"]
+    if frame and frame not in FRAMES:
+        raise ValueError(f"fault {word!r}: no frame {frame!r}; there are {_all(FRAMES)}")
+    if rate is not None and not 0 <= float(rate) <= 1:
+        raise ValueError(f"fault {word!r}: a rate is between 0 and 1, not {rate}")
+    if nth is not None and int(nth) < 1:
+        raise ValueError(f"fault {word!r}: sends are counted from 1")
+    return Rule(Kind(match["kind"]), frame, float(rate or 0), int(nth or 0))
+
+
+def _all(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _with_flipped_digest(frame: Frame, bit: int) -> Frame:
+    damaged = Frame()
+    damaged.CopyFrom(frame)
+    digests = bytearray(frame.chunk.digests)
+    digests[bit // 8] ^= 1 << bit % 8
+    damaged.chunk.digests = bytes(digests)
+    return damaged
+
+
+def _key_of(frame: Frame) -> bytes:
+    return frame.key.SerializeToString(deterministic=True)
+
+
+def _described(frame: Frame) -> str:
+    body, who = frame.WhichOneof("body") or "?", frame.key.transfer_id.hex()[-12:]
+    if body != "chunk":
+        return f"{body} of {who}/{frame.key.attempt}"
+    chunk = frame.chunk
+    last = chunk.first_block + chunk.num_blocks - 1
+    where = f"layer {chunk.layer}, blocks {chunk.first_block}-{last}"
+    return f"chunk {chunk.seq} of {who}/{frame.key.attempt}: {where}"
