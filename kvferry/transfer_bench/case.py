@@ -24,6 +24,7 @@ class Case:
     digests: bool = True  # off only here, to see what they cost
     chunk_bytes: int = CHUNK_BYTES
     window_bytes: int = WINDOW_BYTES
+    host: str = "127.0.0.1"  # decode's, as prefill reaches it; another one for grpc and tcp only
 
     @property
     def total_bytes(self) -> int:

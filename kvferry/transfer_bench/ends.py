@@ -66,12 +66,12 @@ class DecodeEnd:
         receiver = Receiver(identity, interval, store, MANIFEST, MonotonicClock(), _config(case))
         self._receivers.append(await self._stack.enter_async_context(receiver))
         server = grpc.aio.server(options=server_options())
-        offered = acceptors(_settings(case.wire))
+        offered = acceptors(_settings(case))
         TransferServicer(receiver, offered).add_to(server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(f"{case.host}:0")
         await server.start()
         self._stack.push_async_callback(server.stop, 0)
-        return f"127.0.0.1:{port}"
+        return f"{case.host}:{port}"
 
     async def _receive(self, number: int) -> None:
         case = self._case
@@ -107,7 +107,7 @@ class PrefillEnd:
                 Identity("prefill-0", "p1", 1, rank),
                 intervals,
                 _store(interval, case.concurrency * case.num_blocks, seed=rank),
-                connectors(_settings(case.wire)),
+                connectors(_settings(case)),
                 MANIFEST,
                 MonotonicClock(),
                 _config(case),
@@ -144,8 +144,8 @@ def _config(case: Case) -> TransportConfig:
     return TransportConfig(chunk_bytes=case.chunk_bytes, window_bytes=case.window_bytes)
 
 
-def _settings(wire: str) -> WorkerSettings:
-    return WorkerSettings(name="bench", wires=(wire,))  # type: ignore[arg-type]
+def _settings(case: Case) -> WorkerSettings:
+    return WorkerSettings(name="bench", host=case.host, wires=(case.wire,))  # type: ignore[arg-type]
 
 
 def _key(number: int) -> ShipmentKey:

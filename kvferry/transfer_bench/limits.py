@@ -31,14 +31,14 @@ METHOD = "/kvferry.bench/Push"
 async def serve(case: Case) -> tuple[str, "asyncio.Task[None]"]:
     """Where to push to, and what ends once all has come."""
     if case.wire == "grpc":
-        return await _serve_grpc()
+        return await _serve_grpc(case)
     if case.wire in ("gloo", "nccl"):
         store = PairStore("127.0.0.1", 30)
         meet = Rendezvous(store.host, store.port, "limit")
         task = asyncio.create_task(asyncio.to_thread(_take_gloo, case, meet, store))
         return str(meet), task
     listener = socket.socket(socket.AF_UNIX if case.wire == "shm" else socket.AF_INET)
-    listener.bind(f"\0kvferry-limit-{id(listener)}" if case.wire == "shm" else ("127.0.0.1", 0))
+    listener.bind(f"\0kvferry-limit-{id(listener)}" if case.wire == "shm" else (case.host, 0))
     listener.listen(1)
     name = listener.getsockname()
     address = name[1:].decode() if case.wire == "shm" else str(name[1])
@@ -65,7 +65,7 @@ def _payload(case: Case) -> Any:
 
 
 def _push_tcp(case: Case, address: str) -> float:
-    with socket.create_connection(("127.0.0.1", int(address))) as sock:
+    with socket.create_connection((case.host, int(address))) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         header, payload = bytes(12), memoryview(_payload(case))
         began = time.perf_counter()
@@ -127,7 +127,7 @@ def _take_shm(case: Case, listener: socket.socket) -> None:
                 left -= 1
 
 
-async def _serve_grpc() -> tuple[str, "asyncio.Task[None]"]:
+async def _serve_grpc(case: Case) -> tuple[str, "asyncio.Task[None]"]:
     done = asyncio.Event()
 
     async def take(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -141,14 +141,14 @@ async def _serve_grpc() -> tuple[str, "asyncio.Task[None]"]:
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(service, {method: handler}),)
     )
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"{case.host}:0")
     await server.start()
 
     async def finish() -> None:
         await done.wait()
         await server.stop(1)
 
-    return f"127.0.0.1:{port}", asyncio.create_task(finish())
+    return f"{case.host}:{port}", asyncio.create_task(finish())
 
 
 async def _push_grpc(case: Case, address: str) -> float:

@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from kvferry.die_with_parent import wrap
@@ -74,14 +74,19 @@ class ChildHandle:
 
 
 @contextlib.asynccontextmanager
-async def processes() -> AsyncIterator[Pair]:
-    """Both processes, until the end of the block."""
+async def processes(
+    inside: Callable[[str, Sequence[str]], list[str]] = lambda _, command: list(command),
+) -> AsyncIterator[Pair]:
+    """Both processes, until the end of the block.
+
+    `inside` turns the command of "prefill" or "decode" into one that runs on a host of its own.
+    """
     started: list[asyncio.subprocess.Process] = []
     try:
-        for _ in range(2):
+        for side in ("prefill", "decode"):
             started.append(
                 await asyncio.create_subprocess_exec(
-                    *wrap(CHILD, os.getpid()),
+                    *wrap(inside(side, CHILD), os.getpid()),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                 )

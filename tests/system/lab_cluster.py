@@ -8,8 +8,6 @@ the lab's proxies, over the gRPC wire; the links to the hub are then plain loopb
 import asyncio
 import contextlib
 import json
-import os
-import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,14 +18,13 @@ import grpc.aio
 
 from decode_worker.settings import DecodeSettings
 from engine.clock import MonotonicClock
-from kvferry.die_with_parent import wrap
 from kvferry.lab.lab import Kind, Lab, running_lab
 from kvferry.lab.namespaces import NamespaceNetwork
 from kvferry.lab.netns import in_namespace
+from kvferry.lab.redis_in_node import redis_in
 from kvferry.lab.topology import parse_topology
 from kvferry.launcher import Handle, Part, PartEvent, Role
 from kvferry.local_launcher import LocalLauncher, Patience, role_command
-from kvferry.redis_server import find_server
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from tests.system.live_cluster import LiveCluster
@@ -103,7 +100,9 @@ async def cluster_in_lab(
         lab = await stack.enter_async_context(running_lab(topology, folder / "lab", kind))
         doors = Doors(lab)
         stack.push_async_callback(doors.close)
-        redis_url = await stack.enter_async_context(_redis_in(lab, folder))
+        redis_url = await stack.enter_async_context(
+            redis_in(lab, "hub", folder / "logs" / "redis.log")
+        )
         parts = _Parts(lab, folder, redis_url, changes)
         stack.push_async_callback(parts.launcher.stop)
         handles = await parts.start()
@@ -172,33 +171,3 @@ class _Parts:
             host, port = await self._lab.address(source, target, int(address.rpartition(":")[2]))
             dial[address] = f"{host}:{port}"
         self._dial_file.with_suffix(f".{source}").write_text(json.dumps(dial))
-
-
-@asynccontextmanager
-async def _redis_in(lab: Lab, folder: Path) -> AsyncIterator[str]:
-    program, _ = find_server()
-    password, host = secrets.token_hex(16), lab.host("hub")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    config = f'bind {host}\nport {port}\nrequirepass {password}\nsave ""\nappendonly no\n'
-    with (folder / "logs" / "redis.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *wrap(lab.command("hub", [str(program), "-"]), os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        await _feed(process, config)
-        yield f"redis://:{password}@{host}:{port}/0"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
-
-
-async def _feed(process: asyncio.subprocess.Process, text: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(text.encode())
-    await process.stdin.drain()
-    process.stdin.close()
