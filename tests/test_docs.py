@@ -1,4 +1,4 @@
-"""What docs/transfer.md promises has a test, and leaves no frame and no state out."""
+"""What docs/transfer.md promises has a test or a benchmark; no frame and no state is left out."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from transport.shipment import Receiving, Sending
 
 ROOT = Path(__file__).parents[1]
 TRANSFER = (ROOT / "docs" / "transfer.md").read_text()
-NAMED = re.compile(r"`(test_\w+)`")
+NAMED = re.compile(r"`(test_\w+|make bench-\w+)`")
 DEFINED = re.compile(r"^ *(?:async )?def (test_\w+)\(", flags=re.MULTILINE)
 
 
@@ -24,15 +24,16 @@ def first_cells(heading: str) -> set[str]:
     return {row[0] for row in rows(section)}
 
 
-def test_every_test_that_is_named_exists() -> None:
+def test_every_test_and_benchmark_that_is_named_exists() -> None:
     defined = set[str]()
     for path in (ROOT / "tests").rglob("test_*.py"):
         defined |= set(DEFINED.findall(path.read_text()))
+    defined |= {f"make bench-{path.stem}" for path in (ROOT / "bench").glob("*.py")}
     missing = sorted(set(NAMED.findall(TRANSFER)) - defined)
     assert not missing, f"docs/transfer.md names tests that are not there: {', '.join(missing)}"
 
 
-def test_every_row_names_a_test() -> None:
+def test_every_row_names_a_test_or_a_benchmark() -> None:
     bare = [row[0] for row in rows(TRANSFER) if not NAMED.search(row[-1])]
     assert not bare, f"rows of docs/transfer.md without a test: {bare}"
 
