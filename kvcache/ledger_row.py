@@ -226,6 +226,10 @@ class Extract:
     first_seq: int = 1
     common_seq: int = 1 << 63  # what ended with a row up to it had ended before any other extract
 
+    @property
+    def last_seq(self) -> int:
+        return int(self.rows["seq"][-1]) if len(self.rows) else 0
+
 
 def runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Runs (first, count) of numbers that follow each other, all upwards or all downwards."""

@@ -189,6 +189,37 @@ def chat(
 
 
 @app.command()
+def audit(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Page files, or folders of them.", show_default="the running workers"),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Ask the running workers, too, when files are given.")
+    ] = False,
+    at_rest: Annotated[
+        bool, typer.Option("--at-rest", help="Nothing may be under way: what is open is a mistake.")
+    ] = False,
+    redis_url: RedisUrl = None,
+    key_prefix: Annotated[str | None, typer.Option(help="Of the keys in Redis.")] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Prove from the ledgers of all workers that no block and no cell was lost or used twice."""
+    from kvferry.audit.command import run, run_live
+
+    if paths and not live:
+        whole = run(paths, _console(), at_rest=at_rest)
+    else:
+        if redis_url is None:
+            record = _record(state_dir)
+            redis_url, key_prefix = record.redis_url, key_prefix or record.key_prefix
+        prefix, console = key_prefix or "kvferry", _console()
+        whole = asyncio.run(run_live(redis_url, prefix, paths or [], console, at_rest=at_rest))
+    if not whole:
+        raise typer.Exit(1)
+
+
+@app.command()
 def ps(
     redis_url: RedisUrl = None,
     key_prefix: Annotated[str | None, typer.Option(help="Of the keys in Redis.")] = None,
@@ -301,22 +332,6 @@ def replay(
     policies = policy or [each.value for each in Policy]
     picture = picture or out.with_suffix(".png")
     run(trace, policies, options, first, out, picture, decisions, _console())
-
-
-@app.command()
-def audit(
-    paths: Annotated[
-        list[Path], typer.Argument(help="Ledger files, or the workers' ledger_dir folders.")
-    ],
-    at_rest: Annotated[
-        bool, typer.Option("--at-rest", help="Nothing may be under way, and no block owned.")
-    ] = False,
-) -> None:
-    """Prove from the ledgers of both sides where every block and cell went."""
-    from kvferry.audit.command import run
-
-    if not run(paths, _console(), at_rest=at_rest):
-        raise typer.Exit(1)
 
 
 @bench_app.command("transfer")

@@ -27,7 +27,7 @@ ASK_TIMEOUT_S = 3.0
 async def ps(redis_url: str, key_prefix: str, console: Console) -> None:
     """Raises CommandError when the index cannot be read."""
     await ask_version(redis_url)
-    workers = await _workers(redis_url, key_prefix)
+    workers = await registered(redis_url, key_prefix)
     answers = await asyncio.gather(*(inspect(worker.address) for worker in workers))
     console.print(worker_table(workers, answers))
     problems = unusable_pairs(workers)
@@ -37,7 +37,7 @@ async def ps(redis_url: str, key_prefix: str, console: Console) -> None:
         console.print("every prefill worker can serve every decode worker", highlight=False)
 
 
-async def _workers(redis_url: str, key_prefix: str) -> list[WorkerRecord]:
+async def registered(redis_url: str, key_prefix: str) -> list[WorkerRecord]:
     index = RedisIndex(redis_url, MonotonicClock(), prefix=f"{key_prefix}:")
     try:
         return await index.workers()

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from protos import rank_pb2 as protos_dot_rank__pb2
+from protos import worker_pb2 as protos_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -362,6 +363,11 @@ class RankLifeStub:
                 request_serializer=protos_dot_rank__pb2.RankReportRequest.SerializeToString,
                 response_deserializer=protos_dot_rank__pb2.RankReport.FromString,
                 _registered_method=True)
+        self.ReadLedger = channel.unary_stream(
+                '/kvferry.v1.RankLife/ReadLedger',
+                request_serializer=protos_dot_worker__pb2.LedgerRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.LedgerPart.FromString,
+                _registered_method=True)
 
 
 class RankLifeServicer:
@@ -375,6 +381,12 @@ class RankLifeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadLedger(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RankLifeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -382,6 +394,11 @@ def add_RankLifeServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=protos_dot_rank__pb2.RankReportRequest.FromString,
                     response_serializer=protos_dot_rank__pb2.RankReport.SerializeToString,
+            ),
+            'ReadLedger': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLedger,
+                    request_deserializer=protos_dot_worker__pb2.LedgerRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.LedgerPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -413,6 +430,33 @@ class RankLife:
             '/kvferry.v1.RankLife/Report',
             protos_dot_rank__pb2.RankReportRequest.SerializeToString,
             protos_dot_rank__pb2.RankReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.v1.RankLife/ReadLedger',
+            protos_dot_worker__pb2.LedgerRequest.SerializeToString,
+            protos_dot_worker__pb2.LedgerPart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -258,3 +258,33 @@ class FlushCacheResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class LedgerRequest(_message.Message):
+    __slots__ = ("since", "only_numbers")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    ONLY_NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    only_numbers: bool
+    def __init__(self, since: _Optional[int] = ..., only_numbers: _Optional[bool] = ...) -> None: ...
+
+class LedgerPart(_message.Message):
+    __slots__ = ("worker", "instance", "epoch", "role", "rank", "tp", "first_seq", "last_seq", "rows")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQ_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEQ_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    instance: str
+    epoch: int
+    role: str
+    rank: int
+    tp: int
+    first_seq: int
+    last_seq: int
+    rows: bytes
+    def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., tp: _Optional[int] = ..., first_seq: _Optional[int] = ..., last_seq: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...

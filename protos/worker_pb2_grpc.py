@@ -198,6 +198,11 @@ class WorkerAdminStub:
                 request_serializer=protos_dot_worker__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.ReadLedgers = channel.unary_stream(
+                '/kvferry.v1.WorkerAdmin/ReadLedgers',
+                request_serializer=protos_dot_worker__pb2.LedgerRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.LedgerPart.FromString,
+                _registered_method=True)
 
 
 class WorkerAdminServicer:
@@ -225,6 +230,13 @@ class WorkerAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadLedgers(self, request, context):
+        """The ledgers of all ranks that answer, each in one part or more. Counts the pool first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -242,6 +254,11 @@ def add_WorkerAdminServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=protos_dot_worker__pb2.FlushCacheRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'ReadLedgers': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLedgers,
+                    request_deserializer=protos_dot_worker__pb2.LedgerRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.LedgerPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -326,6 +343,33 @@ class WorkerAdmin:
             '/kvferry.v1.WorkerAdmin/FlushCache',
             protos_dot_worker__pb2.FlushCacheRequest.SerializeToString,
             protos_dot_worker__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLedgers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/ReadLedgers',
+            protos_dot_worker__pb2.LedgerRequest.SerializeToString,
+            protos_dot_worker__pb2.LedgerPart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,13 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import grpc
 
 from engine.engine import Engine
 from protos import rank_pb2, worker_pb2, worker_pb2_grpc
 from transport.orders import Identity
+from worker.ledgers import ReadLedgers
 from worker.refusal import Context
 
 RankReports = Callable[[], Awaitable[Sequence[rank_pb2.RankReport]]]
@@ -26,13 +27,20 @@ class Doors:
 
 class AdminServicer(worker_pb2_grpc.WorkerAdminServicer):
     def __init__(
-        self, identity: Identity, role: str, engine: Engine, doors: Doors, reports: RankReports
+        self,
+        identity: Identity,
+        role: str,
+        engine: Engine,
+        doors: Doors,
+        reports: RankReports,
+        ledgers: ReadLedgers,
     ) -> None:
         self._identity = identity
         self._role = role
         self._engine = engine
         self._doors = doors
         self._reports = reports
+        self._ledgers = ledgers
 
     async def Inspect(
         self, request: worker_pb2.InspectRequest, context: Context
@@ -78,6 +86,13 @@ class AdminServicer(worker_pb2_grpc.WorkerAdminServicer):
         self, request: worker_pb2.FlushCacheRequest, context: Context
     ) -> worker_pb2.FlushCacheResponse:
         return worker_pb2.FlushCacheResponse(num_blocks=self._engine.flush_cache())
+
+    async def ReadLedgers(
+        self, request: worker_pb2.LedgerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.LedgerPart]:
+        self._engine.take_stock()
+        async for part in self._ledgers(request):
+            yield part
 
 
 def rank_report(open_transfers: int) -> rank_pb2.RankReport:

@@ -2,17 +2,19 @@
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 
 from engine import follower
 from engine.clock import MonotonicClock
 from engine.rank_group import RankSeat, join
+from kvcache.ledger import Ledger
 from model.comm import Comm
 from model.source import open_model
-from protos import rank_pb2, rank_pb2_grpc
+from protos import rank_pb2, rank_pb2_grpc, worker_pb2
 from transport.orders import Identity
 from worker.admin import rank_report
 from worker.doors import GrpcDoor
-from worker.ledgers import open_ledger
+from worker.ledgers import open_ledger, parts_of
 from worker.rank_parts import build_rank, device_of, group_config, manifest_of
 from worker.refusal import Context
 from worker.role import RankContext, RankSide, RoleSpec
@@ -46,7 +48,7 @@ async def _serve(spec: RoleSpec, context: RankContext, seat: RankSeat, comm: Com
     await side.start()
     door = GrpcDoor(context.settings.host, 0, ())
     side.serve_ranks(door.server)
-    rank_pb2_grpc.add_RankLifeServicer_to_server(_LifeServicer(side), door.server)
+    rank_pb2_grpc.add_RankLifeServicer_to_server(_LifeServicer(side, context.ledger), door.server)
     await door.start()
     seat.publish(f"address {seat.rank}", {"address": door.address})
     parts = context.parts
@@ -59,10 +61,17 @@ async def _serve(spec: RoleSpec, context: RankContext, seat: RankSeat, comm: Com
 
 
 class _LifeServicer(rank_pb2_grpc.RankLifeServicer):
-    def __init__(self, side: RankSide) -> None:
+    def __init__(self, side: RankSide, ledger: Ledger) -> None:
         self._side = side
+        self._ledger = ledger
 
     async def Report(
         self, request: rank_pb2.RankReportRequest, context: Context
     ) -> rank_pb2.RankReport:
         return rank_report(self._side.open_transfers)
+
+    async def ReadLedger(
+        self, request: worker_pb2.LedgerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.LedgerPart]:
+        for part in parts_of(self._ledger, request):
+            yield part

@@ -37,7 +37,7 @@ from transport.orders import Identity
 from worker.admin import AdminServicer, Doors, RankReports, rank_report
 from worker.cleanups import Cleanups
 from worker.doors import GrpcDoor
-from worker.ledgers import open_ledger
+from worker.ledgers import open_ledger, reading
 from worker.metrics import worker_registry
 from worker.rank_parts import RankParts, check_device, manifest_of
 from worker.ranks import WorkerRanks
@@ -176,7 +176,9 @@ async def _open(
     side.serve_ranks(door.server)
     side.serve_router(door.server, Front(engine, intake, others, doors, cleanups))
     reports = _reports(side, others)
-    admin = AdminServicer(identity, spec.role.value, engine, doors, reports)
+    admin = AdminServicer(
+        identity, spec.role.value, engine, doors, reports, reading(ledger, others)
+    )
     worker_pb2_grpc.add_WorkerAdminServicer_to_server(admin, door.server)
     await door.start()
     stack.push_async_callback(door.stop)

@@ -1,15 +1,20 @@
 """`kvferry audit`: the ledgers of several processes, merged and proved, or what broke them."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from kvcache.ledger_pages import read_pages
+from kvcache.ledger_row import Extract
 from kvferry.audit.audit import audit
+from kvferry.audit.live import absent_ranks, read_workers
 from kvferry.audit.report import MOST_SHOWN, Report, Rule
-from kvferry.errors import CommandError
+from kvferry.errors import CommandError, NoCluster
+from kvferry.ps import registered
 
 SUFFIX = ".ledger"
 COLUMNS = (
@@ -23,12 +28,51 @@ def run(paths: Sequence[Path], console: Console, *, at_rest: bool = False) -> bo
 
     Files of workers that run may be read, too: a row that is being written is not there yet.
     """
+    extracts = read_files(paths)
+    missing = absent_ranks([extract.origin for extract in extracts])
+    return _shown(audit(extracts, at_rest=at_rest), missing, console)
+
+
+async def run_live(
+    redis_url: str,
+    key_prefix: str,
+    paths: Sequence[Path],
+    console: Console,
+    *,
+    at_rest: bool = False,
+) -> bool:
+    """As `run`, over the workers that the index knows, and over the files of those that are gone.
+
+    Raises CommandError when no worker is there.
+    """
+    workers = await registered(redis_url, key_prefix)
+    if not workers:
+        raise NoCluster(f"no worker is registered in {redis_url}")
+    extracts, missing = await read_workers(workers)
+    alive = {extract.origin for extract in extracts}
+    extracts += [left for left in read_files(paths) if left.origin not in alive]
+    missing += absent_ranks([extract.origin for extract in extracts])
+    return _shown(audit(extracts, at_rest=at_rest), missing, console)
+
+
+def read_files(paths: Sequence[Path]) -> list[Extract]:
+    """Twice, as running workers are asked: theirs may grow meanwhile. Raises CommandError for what
+    is no ledger.
+    """
     try:
+        before = {each.origin: each.last_seq for each in read_pages(_files(paths))}
         extracts = read_pages(_files(paths))
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from error
-    report = audit(extracts, at_rest=at_rest)
+    return [replace(each, common_seq=before.get(each.origin, 0)) for each in extracts]
+
+
+def _shown(report: Report, missing: Sequence[str], console: Console) -> bool:
     console.print(_table(report))
+    sides = Counter(report.one_sided.values())
+    lost = [f"{sides[side]} transfers are without {side}" for side in sorted(sides)]
+    for reason in (*missing, *lost):
+        console.print(f"[yellow]side missing[/yellow] {reason}", highlight=False, soft_wrap=True)
     for broken in report.broken[:MOST_SHOWN]:
         console.print(f"[red]broken[/red] {broken}", highlight=False, soft_wrap=True)
     console.print(_verdict(report), highlight=False, soft_wrap=True)

@@ -1,0 +1,171 @@
+"""What the ledger costs: a row, a page, and its share of a transfer's time.
+
+`make bench-ledger`. A transfer runs with the ledger and without it in turn, both ends in one
+process, over a real wire; the rows it wrote, at the price of a row, stand beside the difference.
+"""
+
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from unittest.mock import patch
+
+from rich.console import Console
+from rich.table import Table
+
+from kvcache.block_pool import BlockPool
+from kvcache.ledger import Ledger
+from kvcache.ledger_pages import PageConfig
+from kvcache.ledger_row import ROW_BYTES, Account, Book, Origin, Reason
+from kvferry.audit.audit import audit
+from kvferry.transfer_bench.case import Case
+from kvferry.transfer_bench.ends import DecodeEnd, PrefillEnd
+from kvferry.transfer_bench.report import Row
+
+OUT = Path("bench/out/ledger.json")
+ORIGIN = Origin("bench", "i", 1, "decode", 0, 1)
+RUNS = 21
+ROWS = 50_000  # three pages
+CASES = (Case("tcp", 128), Case("tcp", 16), Case("shm", 128))
+
+
+def row(what: str, values: Sequence[float], unit: str, without: Sequence[float] = ()) -> Row:
+    """Of a price the least, which is the machine's own; of a transfer the median, and as its peer
+    the same without a ledger.
+    """
+    ours = statistics.median(values) if without else min(values)
+    spread = round((max(values) - min(values)) / ours, 3) if ours else 0.0
+    if not without:
+        return Row(what, round(ours, 4), unit, None, None, None, None, None, len(values), spread)
+    theirs = statistics.median(without)
+    peer = ("no ledger", round(theirs, 4), round(ours / theirs, 4))
+    return Row(what, round(ours, 4), unit, *peer, None, None, len(values), spread)
+
+
+def post_us(folder: Path | None) -> float:
+    """Microseconds a row, page turns included."""
+    ledger = Ledger(ORIGIN, PageConfig(folder=folder))
+    began = time.perf_counter()
+    for number in range(ROWS):
+        taken = number % 2 == 0
+        ledger.post(
+            Book.BLOCKS,
+            Account.FREE if taken else Account.IN_USE,
+            Account.IN_USE if taken else Account.FREE,
+            Reason.TAKEN if taken else Reason.RELEASED,
+            first=number // 2 % 4096,
+            count=8,
+        )
+    return (time.perf_counter() - began) / ROWS * 1e6
+
+
+def turn_ms() -> float:
+    """The longest that one row waits, because a page is full."""
+    ledger = Ledger(ORIGIN)
+    pool = BlockPool(4096, ledger)
+    longest = 0.0
+    for _ in range(ROWS // 4):
+        began = time.perf_counter()
+        pool.release(pool.take(64))
+        longest = max(longest, time.perf_counter() - began)
+    return longest * 1e3
+
+
+def audit_us() -> float:
+    """Microseconds a row."""
+    ledger = Ledger(ORIGIN)
+    pool = BlockPool(4096, ledger)
+    while ledger.num_rows < 16_000:
+        pool.release(pool.take(8))
+    extract = ledger.extract()
+    began = time.perf_counter()
+    audit([extract]).check()
+    return (time.perf_counter() - began) / len(extract.rows) * 1e6
+
+
+async def transfers(case: Case) -> tuple[list[float], list[float], int]:
+    """Milliseconds with a ledger and without, and the rows of one transfer at both ends."""
+    decode = DecodeEnd(case)
+    addresses = await decode.start()
+    prefill = PrefillEnd(case, addresses)
+    await prefill.start()
+    on: list[float] = []
+    off: list[float] = []
+    num_rows, posted = 0, Ledger.post
+
+    def count(*args: object, **kwargs: object) -> None:
+        nonlocal num_rows
+        num_rows += 1
+        posted(*args, **kwargs)  # type: ignore[arg-type]
+
+    def nothing(*args: object, **kwargs: object) -> None:
+        pass
+
+    async def once(number: int) -> float:
+        decode.expect(number)
+        took = await prefill.ship(number)
+        await decode.settle()
+        return took * 1e3
+
+    with patch.object(Ledger, "post", count):
+        await once(0)
+        num_rows = 0
+        await once(1)
+    for run in range(RUNS):
+        for times, silent in ((on, False), (off, True)):
+            number = 2 + 2 * run + silent
+            with patch.object(Ledger, "post", nothing) if silent else nullcontext():
+                times.append(await once(number))
+    await prefill.close()
+    await decode.close()
+    return on, off, num_rows
+
+
+async def measure() -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        to_file = [post_us(Path(folder)) for _ in range(RUNS)]
+    in_memory = [post_us(None) for _ in range(RUNS)]
+    rows = [
+        row("a row, in memory", in_memory, "us"),
+        row("a row, in a mapped file", to_file, "us"),
+        row("rows a second, in memory", [1e6 / min(in_memory)], "rows/s"),
+        row("bytes of a row", [ROW_BYTES], "bytes"),
+        row("longest wait for a page", [turn_ms() for _ in range(RUNS)], "ms"),
+        row("a row, audited", [audit_us() for _ in range(RUNS)], "us"),
+    ]
+    price = min(in_memory)
+    for case in CASES:
+        on, off, num_rows = await transfers(case)
+        rows.append(row(f"{case}", on, "ms", off))
+        share = num_rows * price / 1e3 / statistics.median(on) * 100
+        rows.append(row(f"{case}: {num_rows} rows, their share", [share], "%"))
+    return rows
+
+
+def main() -> None:
+    load = os.getloadavg()[0]
+    rows = asyncio.run(measure())
+    table = Table()
+    for heading in ("what", "least, or median", "without", "ratio", "runs", "spread"):
+        table.add_column(heading, justify="left" if heading == "what" else "right")
+    for each in rows:
+        without = f"{each.peer_value:.2f}" if each.peer_value is not None else ""
+        ratio = f"{each.ratio:.3f}" if each.ratio is not None else ""
+        cells = (f"{each.ours:.4g} {each.unit}", without, ratio, str(each.runs))
+        table.add_row(each.what, *cells, f"{each.spread:.0%}")
+    console = Console(width=110)
+    console.print(table)
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    about = {"bench": "ledger", "machine": {"cpus": os.cpu_count(), "load": round(load, 2)}}
+    OUT.write_text(json.dumps({**about, "rows": [asdict(each) for each in rows]}, indent=2) + "\n")
+    console.print(f"load before: {load:.2f}; rows: {OUT}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()
