@@ -235,6 +235,20 @@ def ps(
 
 
 @app.command()
+def stats(
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A router's HTTP door, instead of our own."),
+    ] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Show how much of the prompts was reused, could have been, and what was in the way."""
+    from kvferry.stats import stats as run
+
+    run(http or _record(state_dir).http_url, _console())
+
+
+@app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="Preset, GGUF file or Hugging Face folder.")],
     tokens: Annotated[

@@ -82,6 +82,9 @@ class Fleet:
     def workers(self) -> Collection[Worker]:
         return self._workers.values()
 
+    def is_live(self, instance: str) -> bool:
+        return instance in self._workers
+
     def num_live(self, role: Role) -> int:
         return sum(worker.record.role is role for worker in self._workers.values())
 

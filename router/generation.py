@@ -12,13 +12,14 @@ What a request holds (its place, its bookings, its legs) is given back in `final
 """
 
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 import structlog
 
 from engine.clock import Clock
+from kvcache.block_hash import BlockHash, Namespace
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
 from router import policy
@@ -35,9 +36,11 @@ from router.register import Register, Ticket
 from router.request import AcceptedRequest, Tenant
 from router.retry import conclusion, may_try_again
 from router.served_model import ServedModel
+from router.sightings import Sightings
 from router.snapshot import Snapshot
 from router.transcript import Diverged, Transcript
 from router.validation import Validator, checked_request_id
+from router.worker import Worker
 
 POLL_S = 0.05
 
@@ -95,6 +98,7 @@ class Handler:
         self._log = log
         self._bounds = bounds or Bounds()
         self._weights = weights or policy.Weights()
+        self._sightings = Sightings(clock)
         self._transfer_id = transfer_id
         self._request_id = request_id
 
@@ -185,10 +189,12 @@ class Handler:
         served.ticket.check()
         work = self._work(served, snapshot, chosen)
         served.journey.set_out(work)
+        computing = snapshot.computing(chosen)
+        self._sightings.note(_names(served, computing), computing.record.instance)
         self._metrics.routes.labels(computed_by="prefill" if work.prefill else "decode").inc()
         uncached = snapshot.prompt.uncached_tokens(chosen.computing)
         booking = self._fleet.book(
-            work.prefill or work.decode,
+            computing,
             work.decode,
             uncached,
             snapshot.prompt.num_tokens,
@@ -205,7 +211,7 @@ class Handler:
         finally:
             served.ticket.legs = None
             booking.close()
-        self._went_well(work, served.journey)
+        self._went_well(work, served)
 
     def _work(self, served: _Served, snapshot: Snapshot, chosen: policy.Candidate) -> Work:
         request = served.request
@@ -256,7 +262,7 @@ class Handler:
             served.ticket.check()
             snapshot, decision = self._choose(served.request, served.names, served.without)
             if decision.chosen is not None:
-                self._note_matches(served.journey, snapshot, decision.chosen)
+                self._note_matches(served, snapshot, decision.chosen)
                 return snapshot, decision
             now = self._clock.now()
             if now >= served.deadline:
@@ -297,8 +303,10 @@ class Handler:
         self._metrics.retries.inc()
         return snapshot, decision
 
-    def _went_well(self, work: Work, journey: Journey) -> None:
-        decode = work.decode.record.instance
+    def _went_well(self, work: Work, served: _Served) -> None:
+        decode, journey = work.decode.record.instance, served.journey
+        computing = work.prefill or work.decode
+        self._sightings.settle(_names(served, computing), computing.record.instance)
         self._fleet.doubts.clear(decode)
         if work.prefill is not None:
             pair = (work.prefill.record.instance, decode)
@@ -340,10 +348,19 @@ class Handler:
             started.explanation.CopyFrom(explanation(snapshot.prompt, decision))
         return started
 
-    @staticmethod
-    def _note_matches(journey: Journey, snapshot: Snapshot, chosen: policy.Candidate) -> None:
+    def _note_matches(self, served: _Served, snapshot: Snapshot, chosen: policy.Candidate) -> None:
+        """What could be reused, before anything of the prompt has been computed."""
+        journey, computing = served.journey, snapshot.computing(chosen)
+        names, block_size = _names(served, computing), computing.record.manifest.block_size
+        most = (journey.prompt_tokens - 1) // block_size
+        oracle = min(most, self._sightings.depth(names))
+        journey.oracle_tokens = oracle * block_size
         journey.available_tokens = snapshot.available_tokens
+        pair = [chosen.decode, *([chosen.prefill] if chosen.prefill else [])]
+        journey.captured_tokens = max(snapshot.held_tokens(each) for each in pair)
         journey.promised_tokens = snapshot.held_tokens(chosen.computing)
+        lost = names[journey.available_tokens // block_size : oracle]
+        journey.gone = self._sightings.gone(lost, block_size, self._fleet.is_live)
 
     def _report(self, record: Record, seconds: float) -> None:
         self._metrics.requests.labels(door=record.door, status=record.status).inc()
@@ -351,3 +368,9 @@ class Handler:
             assert record.journey is not None and record.transcript is not None
             self._metrics.finished(record.journey, record.transcript)
         self._log.info("request.ended", **record.fields(seconds))
+
+
+def _names(served: _Served, computing: Worker) -> Sequence[BlockHash]:
+    """The prompt's full blocks, as this worker and the index call them."""
+    manifest = computing.record.manifest
+    return served.names(Namespace(bytes.fromhex(manifest.namespace)), manifest.block_size)

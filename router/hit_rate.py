@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 
+KINDS = ("prompt", "oracle", "available", "captured", "promised", "delivered")
+
 
 class Loss(Enum):
     """Why a token was computed; the first that applies."""

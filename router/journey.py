@@ -1,10 +1,12 @@
 """Where one request went and what it cost, gathered from what its workers say."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.clock import Clock
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
+from router.hit_rate import HitRate, Loss, account
 from router.legs import Work
 
 
@@ -23,8 +25,12 @@ class Journey:
     wire: str = ""
     prefill_block_size: int = 1
     decode_block_size: int = 1
-    available_tokens: int = 0  # held somewhere in the fleet when the request was routed
-    promised_tokens: int = 0  # held, as far as the index knew, by the worker chosen to compute
+    # When the request was first routed; see `hit_rate`.
+    oracle_tokens: int = 0
+    available_tokens: int = 0
+    captured_tokens: int = 0
+    promised_tokens: int = 0
+    gone: Sequence[tuple[Loss, int]] = ()
     cached_tokens: int | None = None  # the least over all attempts: what nobody computed
     prefill_cached_tokens: int = 0
     decode_cached_blocks: int = 0
@@ -80,6 +86,18 @@ class Journey:
     def delivered_tokens(self) -> int:
         """Prompt tokens that were neither computed nor counted on in vain."""
         return min(self.cached_tokens or 0, self.prompt_tokens)
+
+    @property
+    def hit_rate(self) -> HitRate:
+        return account(
+            prompt=self.prompt_tokens,
+            oracle=self.oracle_tokens,
+            available=self.available_tokens,
+            captured=self.captured_tokens,
+            promised=self.promised_tokens,
+            delivered=self.delivered_tokens,
+            gone=self.gone,
+        )
 
     @property
     def ttft_s(self) -> float | None:

@@ -1,11 +1,7 @@
 """What the router counts. Names under `vllm:` are those that existing dashboards look for.
 
-Prompt tokens come in four numbers that only shrink, each with its own reason:
-
-    prompt     all of them
-    available  some usable worker held them when the request was routed
-    promised   the worker chosen to compute held them, as far as the index knew
-    delivered  nobody computed them
+Prompt tokens come in six numbers that only shrink, and what is lost between them has a reason: see
+`hit_rate`.
 """
 
 from collections.abc import Callable
@@ -15,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from prefix_index.index import Role
 from router.fleet import Fleet
+from router.hit_rate import KINDS
 from router.journey import Journey
 from router.transcript import Transcript
 
@@ -46,8 +43,12 @@ class Metrics:
         self.retries = counter("kvferry_retries", "Attempts after the first of a request.")
         self.tokens = counter(
             "kvferry_prompt_tokens",
-            "Prompt tokens: all, held by anyone, held by the chosen worker, not computed.",
+            "Prompt tokens: all, seen before, held by anyone, by the chosen pair, by who computes,"
+            " not computed.",
             "kind",
+        )
+        self.lost_tokens = counter(
+            "kvferry_lost_prompt_tokens", "Prompt tokens that were computed, by why.", "reason"
         )
         self.shipped_bytes = counter("kvferry_shipped_bytes", "KV bytes shipped to decode.")
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens.", *labels)
@@ -83,13 +84,11 @@ class Metrics:
 
     def finished(self, journey: Journey, transcript: Transcript) -> None:
         """A request ended well."""
-        for kind, count in (
-            ("prompt", journey.prompt_tokens),
-            ("available", journey.available_tokens),
-            ("promised", journey.promised_tokens),
-            ("delivered", journey.delivered_tokens),
-        ):
+        rate = journey.hit_rate
+        for kind, count in zip(KINDS, rate.chain(), strict=True):
             self.tokens.labels(kind=kind).inc(count)
+        for loss, count in rate.lost.items():
+            self.lost_tokens.labels(reason=loss.value).inc(count)
         self.shipped_bytes.inc(journey.shipped_bytes)
         if journey.transfer_ms:
             self.transfer.observe(journey.transfer_ms / 1000)

@@ -42,6 +42,10 @@ class Replica:
     refused: str = ""  # why it cannot be used now
 
     @property
+    def queue_ms(self) -> float:
+        return self.queued_tokens * self.ms_per_token
+
+    @property
     def matched_tokens(self) -> int:
         return self.matched_blocks * self.block_size
 
@@ -165,16 +169,21 @@ class Replicas:
     prompts_per_ms: float = 0.0  # that come, to all of them together
     busy: float = 0.0  # how many prefill replicas they keep computing
 
-    def followers(self, role: Sequence[Replica], ahead_ms: float, compute_ms: float) -> float:
+    def followers(self, role: Sequence[Replica]) -> float:
         """Prompts that will come to one replica of `role` before what it has to do is done.
 
         Work that is added lengthens the busy period it falls into, by itself and by what comes
-        meanwhile; whoever comes until its end waits that much longer. (The mean of a busy period
-        that begins with work w is w / (1 - utilisation): Kleinrock, Queueing Systems 1, 5.8.)
+        meanwhile; whoever comes until its end waits that much longer. (A busy period that begins
+        with work w lasts w / (1 - utilisation) in the mean: Kleinrock, Queueing Systems 1, 5.8.)
+        Prompts to come are routed around a long queue as this one is, so that work anywhere is
+        everybody's: the mean queue counts, not the replica's own.
         """
-        count = max(1, len(role))
+        if not role:
+            return 0.0
+        ahead_ms = sum(each.queue_ms for each in role) / len(role)
+        own_ms = self.busy / self.prompts_per_ms if self.prompts_per_ms else 0.0
         idle = max(LEAST_IDLE, 1 - self.busy / max(1, len(self.prefills)))
-        return self.prompts_per_ms / count * (ahead_ms + compute_ms / 2) / idle
+        return self.prompts_per_ms / len(role) * (ahead_ms + own_ms / 2) / idle
 
 
 def choose(
@@ -194,11 +203,13 @@ def choose(
 def _candidates(
     prompt: Prompt, replicas: Replicas, pins: Pins, weights: Weights
 ) -> Iterator[Candidate]:
+    behind_prefill = weights.followers * replicas.followers(replicas.prefills)
+    behind_decode = weights.followers * replicas.followers(replicas.decodes)
     for decode in replicas.decodes:
         alone = _decode_refusal(prompt, decode, pins)
         if pins.prefill and not alone:
             alone = f"the request is pinned to prefill {pins.prefill}"
-        terms = _alone_terms(prompt, decode, replicas, weights)
+        terms = _alone_terms(prompt, decode, behind_decode, weights)
         yield Candidate(None, decode, terms=terms, refused=alone)
         for prefill in replicas.prefills:
             pair = (prefill.name, decode.name)
@@ -210,7 +221,7 @@ def _candidates(
                 or unwired
             )
             speed = replicas.link_bytes_per_ms.get(pair, weights.link_bytes_per_ms)
-            terms = _pair_terms(prompt, prefill, decode, speed, replicas, weights)
+            terms = _pair_terms(prompt, prefill, decode, speed, behind_prefill, weights)
             yield Candidate(prefill, decode, wire, terms, refused)
 
 
@@ -219,34 +230,30 @@ def _pair_terms(
     prefill: Replica,
     decode: Replica,
     link_bytes_per_ms: float,
-    replicas: Replicas,
+    followers: float,
     weights: Weights,
 ) -> Terms:
     compute_ms = prompt.uncached_tokens(prefill) * prefill.ms_per_token
     link_ms = prompt.shipped_bytes(prefill, decode) / link_bytes_per_ms
     # Layer by layer: all but the first layer's compute can hide the sending of the one before.
     hidden_ms = compute_ms * (prompt.num_layers - 1) / prompt.num_layers
-    queue_ms = prefill.queued_tokens * prefill.ms_per_token
-    followers = replicas.followers(replicas.prefills, queue_ms, compute_ms)
     return Terms(
-        queue_ms=queue_ms,
+        queue_ms=prefill.queue_ms,
         compute_ms=compute_ms,
         link_ms=max(0.0, link_ms - hidden_ms),
         admission_ms=weights.handoff_ms + _wait_ms(prompt, decode, weights),
-        followers_ms=weights.followers * followers * compute_ms,
+        followers_ms=followers * compute_ms,
     )
 
 
-def _alone_terms(prompt: Prompt, decode: Replica, replicas: Replicas, weights: Weights) -> Terms:
+def _alone_terms(prompt: Prompt, decode: Replica, followers: float, weights: Weights) -> Terms:
     compute_ms = prompt.uncached_tokens(decode) * decode.ms_per_token
-    queue_ms = decode.queued_tokens * decode.ms_per_token
-    followers = replicas.followers(replicas.decodes, queue_ms, compute_ms)
     return Terms(
-        queue_ms=queue_ms,
+        queue_ms=decode.queue_ms,
         compute_ms=compute_ms,
         interference_ms=weights.interference * compute_ms * (decode.running + 1),
         admission_ms=_wait_ms(prompt, decode, weights),
-        followers_ms=weights.followers * followers * compute_ms,
+        followers_ms=followers * compute_ms,
     )
 
 

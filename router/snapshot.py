@@ -35,6 +35,12 @@ class Snapshot:
         """The prompt tokens it need not compute."""
         return self.prompt.num_tokens - self.prompt.uncached_tokens(replica)
 
+    def computing(self, candidate: policy.Candidate) -> Worker:
+        """Who would compute the prompt."""
+        if candidate.prefill is None:
+            return self.decodes[candidate.decode.name]
+        return self.prefills[candidate.prefill.name]
+
     def holders(self, *others: str) -> tuple[str, ...]:
         """Where blocks of the prompt can be had besides: rank 0 of who holds most of them."""
         known = [*self.replicas.prefills, *self.replicas.decodes]

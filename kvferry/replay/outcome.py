@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from router.hit_rate import HitRate, total
+from router.hit_rate import KINDS, HitRate, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,6 @@ class Outcome:
 
     def summary(self) -> dict[str, object]:
         rate = self.hit_rate
-        names = ("prompt", "oracle", "available", "captured", "promised", "delivered")
         attempts = Counter(each.attempts for each in self.served)
         return {
             "policy": self.policy,
@@ -87,7 +86,7 @@ class Outcome:
             "load": self.load,
             "duration_s": self.duration_s,
             "hit_rate": rate.rate(rate.delivered),
-            "tokens": dict(zip(names, rate.chain(), strict=True)),
+            "tokens": dict(zip(KINDS, rate.chain(), strict=True)),
             "lost": {loss.value: count for loss, count in rate.lost.items()},
             "imbalance": self.imbalance,
             "ttft_ms": {

@@ -221,9 +221,8 @@ class _Simulation:
         available = held(*snapshot.replicas.prefills, *snapshot.replicas.decodes)
         pair = [chosen.decode, *([chosen.prefill] if chosen.prefill else [])]
         oracle = min(self._sightings.depth(names), reusable)
-        gone = self._sightings.gone(names[available:oracle], block_tokens, self._is_live)
-        worker = self._computing(snapshot, chosen)
-        self._sightings.note(names, worker)
+        gone = self._sightings.gone(names[available:oracle], block_tokens, self._fleet.is_live)
+        self._sightings.note(names, snapshot.computing(chosen).record.instance)
         rates = {
             "oracle": oracle * block_tokens,
             "available": available * block_tokens,
@@ -238,7 +237,7 @@ class _Simulation:
         """Until the last token; when the first one was out, and what became of the prompt's."""
         snapshot, chosen = made.snapshot, made.chosen
         decoding = snapshot.decodes[chosen.decode.name]
-        computing = snapshot.prefills[chosen.prefill.name] if chosen.prefill else decoding
+        computing = snapshot.computing(chosen)
         uncached = snapshot.prompt.uncached_tokens(chosen.computing)
         booking = self._fleet.book(
             computing, decoding, uncached, snapshot.prompt.num_tokens, chosen.terms.compute_ms
@@ -276,11 +275,3 @@ class _Simulation:
         link_ms = arrival.num_tokens * speeds.token_bytes / speeds.link_bytes_per_ms
         await self._clock.sleep(max(0.0, link_ms - computed.compute_ms) / 1000)
         self.crew.prefills[instance].release(computed)
-
-    def _computing(self, snapshot: Snapshot, chosen: policy.Candidate) -> str:
-        if chosen.prefill is None:
-            return snapshot.decodes[chosen.decode.name].record.instance
-        return snapshot.prefills[chosen.prefill.name].record.instance
-
-    def _is_live(self, instance: str) -> bool:
-        return any(worker.record.instance == instance for worker in self._fleet.workers)

@@ -67,24 +67,27 @@ def test_a_busy_fleet_waits_for_work_that_is_done_and_an_idle_one_does_not() -> 
     """The warm replica's queue is longer than what its cache would save this prompt alone."""
     warm, cold = prefill("warm", matched_blocks=32, queued_tokens=700), prefill("cold")
     idle, busy = (
-        Replicas([warm, cold], [decode()], prompts_per_ms=0.002, busy=busy) for busy in (0.1, 1.6)
+        Replicas([warm, cold], [decode()], prompts_per_ms=rate, busy=busy)
+        for rate, busy in ((0.0002, 0.1), (0.002, 1.6))
     )
     assert names(choose(PROMPT, idle))[0] == "cold"
     assert names(choose(PROMPT, busy))[0] == "warm"
     assert names(choose(PROMPT, busy, weights=Weights(followers=0)))[0] == "cold"
 
 
-def test_followers_come_while_the_queue_lasts_and_wait_for_what_is_computed() -> None:
+def test_followers_come_while_the_queues_last_and_wait_for_what_is_computed() -> None:
     fleet = Replicas(
         [prefill(queued_tokens=500), prefill("p1")], [decode()], prompts_per_ms=0.004, busy=1.0
     )
-    terms = candidate(choose(PROMPT, fleet), "p0").terms
-    # 0.002 prompts a ms come to each; half busy, so the queue takes twice its work to empty.
-    assert terms.followers_ms == pytest.approx(0.002 * (500 + 1000 / 2) / 0.5 * 1000)
-    assert terms.ttft_ms == 1500
+    decision = choose(PROMPT, fleet)
+    # 0.002 prompts a ms come to each, of 250 ms; half busy, so queues of 250 ms take 500 to empty.
+    followers = 0.002 * (250 + 250 / 2) / 0.5
+    for name in ("p0", "p1"):
+        assert candidate(decision, name).terms.followers_ms == pytest.approx(followers * 1000)
+    assert candidate(decision, "p0").terms.ttft_ms == 1500
     drowned = Replicas([prefill()], [decode()], prompts_per_ms=0.001, busy=5.0)
     most = candidate(choose(PROMPT, drowned), "p0").terms.followers_ms
-    assert most == pytest.approx(0.001 * 500 / 0.1 * 1000)
+    assert most == pytest.approx(0.001 * 5000 / 2 / 0.1 * 1000)
 
 
 def test_decode_alone_pays_for_every_sequence_it_delays() -> None:

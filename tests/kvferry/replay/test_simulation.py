@@ -18,12 +18,13 @@ from kvferry.replay.trace import Trace, read_trace
 from router.hit_rate import Loss
 from tests.kvferry.replay.traces import write_conversations
 
-SMALL = Options(num_replicas=4, cache_tokens=60_000, decode_tokens=400_000, load=0.8)
+SMALL = Options(num_replicas=4, cache_tokens=240_000, decode_tokens=1_600_000, load=0.8)
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    return read_trace(write_conversations(tmp_path_factory.mktemp("trace") / "t.jsonl"))
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    return read_trace(write_conversations(path, sessions=160))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_every_request_is_served_and_every_token_accounted_for(
     trace: Trace, outcomes: dict[Policy, Outcome]
 ) -> None:
     for outcome in outcomes.values():
-        assert [each.request for each in outcome.served] == list(range(200))
+        assert [each.request for each in outcome.served] == list(range(800))
         for served, arrival in zip(outcome.served, trace.arrivals, strict=True):
             served.hit_rate.check()
             assert served.hit_rate.prompt == arrival.num_tokens
@@ -103,11 +104,11 @@ def test_a_decision_log_does_not_depend_on_the_process(tmp_path: Path) -> None:
 
 
 def test_a_replica_that_dies_costs_retries_and_no_request(trace: Trace) -> None:
-    outcome = replay(trace, replace(SMALL, faults=(Fault(8, 0, 3.0), Fault(14, 1, None))))
-    assert len(outcome.served) == 200
+    outcome = replay(trace, replace(SMALL, faults=(Fault(30, 0, 5.0), Fault(60, 1, None))))
+    assert len(outcome.served) == 800
     assert max(each.attempts for each in outcome.served) > 1
     assert outcome.hit_rate.lost[Loss.EPOCH] > 0
-    late = [each for each in outcome.decisions if each.at_s > 22]
+    late = [each for each in outcome.decisions if each.at_s > 70]
     assert late and not any(each.candidate.startswith("prefill-1") for each in late)
 
 

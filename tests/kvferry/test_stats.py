@@ -1,0 +1,45 @@
+"""The figures of a router, as a person reads them."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kvferry.errors import NoCluster
+from kvferry.stats import hit_rate_of, hit_rate_table, stats
+from router.hit_rate import HitRate, Loss
+
+METRICS = """\
+# TYPE kvferry_prompt_tokens_total counter
+kvferry_prompt_tokens_total{kind="prompt"} 1000.0
+kvferry_prompt_tokens_total{kind="oracle"} 400.0
+kvferry_prompt_tokens_total{kind="available"} 300.0
+kvferry_prompt_tokens_total{kind="captured"} 250.0
+kvferry_prompt_tokens_total{kind="promised"} 250.0
+kvferry_prompt_tokens_total{kind="delivered"} 250.0
+# TYPE kvferry_lost_prompt_tokens_total counter
+kvferry_lost_prompt_tokens_total{reason="never seen"} 600.0
+kvferry_lost_prompt_tokens_total{reason="evicted"} 100.0
+kvferry_lost_prompt_tokens_total{reason="load"} 50.0
+"""
+
+
+def test_the_metrics_add_up_and_are_shown_with_their_shares() -> None:
+    rate = hit_rate_of(METRICS)
+    rate.check()
+    assert rate.lost == {Loss.NEW: 600, Loss.EVICTED: 100, Loss.LOAD: 50}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(hit_rate_table(rate))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["delivered", "250", "25.0%"] in lines
+    assert ["lost:", "load", "50", "5.0%"] in lines
+
+
+def test_a_router_that_has_served_nothing_has_no_rate() -> None:
+    rate = hit_rate_of("")
+    assert rate == HitRate() and rate.rate(rate.delivered) == 0.0
+
+
+def test_a_door_that_is_closed_is_named() -> None:
+    with pytest.raises(NoCluster, match=r"http://127\.0\.0\.1:1 gives no metrics"):
+        stats("http://127.0.0.1:1", Console())

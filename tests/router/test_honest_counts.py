@@ -1,0 +1,72 @@
+"""What a served request could have reused and did not, with the reason, as /metrics say it."""
+
+from prometheus_client import generate_latest
+
+from kvcache.block_hash import PUBLIC, index_key, name_blocks
+from kvferry.stats import hit_rate_of
+from prefix_index.index import Stored
+from protos import inference_pb2 as pb
+from router.hit_rate import HitRate, Loss
+from tests.router.fakes import BLOCK_SIZE, DTYPE, MODEL, PROMPT, FakeCluster
+
+NAMES = [
+    index_key(name) for name in name_blocks(MODEL.namespace(DTYPE), PUBLIC, PROMPT, BLOCK_SIZE)
+]
+
+
+def counted(cluster: FakeCluster) -> HitRate:
+    rate = hit_rate_of(generate_latest(cluster.metrics.registry).decode())
+    rate.check()
+    return rate
+
+
+async def announce(cluster: FakeCluster, worker: str) -> None:
+    await cluster.index.publish(worker, 1, [Stored(name, None) for name in NAMES])
+    await cluster.mirror.step()
+    await cluster.mirror.step()
+
+
+async def test_a_prompt_seen_first_has_lost_nothing_else(cluster: FakeCluster) -> None:
+    await cluster.add_pair()
+    await cluster.ask()
+    assert counted(cluster) == HitRate(64, lost={Loss.NEW: 64})
+
+
+async def test_a_prompt_that_was_just_computed_is_lost_to_lag(cluster: FakeCluster) -> None:
+    """The last block is computed again in any case: nobody could have reused its last token."""
+    await cluster.add_pair()
+    await cluster.ask()
+    await cluster.ask()
+    assert counted(cluster).lost == {Loss.NEW: 64 + 16, Loss.LAG: 48}
+
+
+async def test_what_the_index_promised_and_the_worker_did_not_have_is_stale(
+    cluster: FakeCluster,
+) -> None:
+    await cluster.add_pair()
+    await cluster.ask()
+    await announce(cluster, "prefill-0")
+    await cluster.ask()
+    rate = counted(cluster)
+    assert (rate.oracle, rate.available, rate.captured, rate.promised) == (48, 48, 48, 48)
+    assert rate.lost == {Loss.NEW: 80, Loss.STALE: 48}
+
+
+async def test_what_another_worker_holds_is_lost_to_load(cluster: FakeCluster) -> None:
+    await cluster.add_pair()
+    await cluster.add("prefill-1")
+    await cluster.ask()
+    await announce(cluster, "prefill-0")
+    await cluster.ask(pins=pb.Pins(prefill="prefill-1", decode="decode-0"))
+    assert counted(cluster).lost == {Loss.NEW: 80, Loss.LOAD: 48}
+
+
+async def test_what_a_life_held_that_is_over_is_lost_with_its_epoch(cluster: FakeCluster) -> None:
+    prefill, _ = await cluster.add_pair()
+    await cluster.ask()
+    await announce(cluster, "prefill-0")
+    await prefill.die()
+    await cluster.leave(prefill)
+    await cluster.add("prefill-0")
+    await cluster.ask()
+    assert counted(cluster).lost == {Loss.NEW: 80, Loss.EPOCH: 48}
