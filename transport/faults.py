@@ -112,7 +112,7 @@ class Faults:
         self.random = random or Random(spec.seed)
         self.log: list[Injected] = []
         self.on = True
-        self._num_frames = 0
+        self.num_frames = 0
         self._hits = [0] * len(spec.rules)
         self._keeps = any(rule.kind in (Kind.STALE, Kind.FOREIGN) for rule in spec.rules)
         self._earlier: deque[tuple[bytes, bytes]] = deque(maxlen=NUM_EARLIER)  # key, payload
@@ -142,7 +142,7 @@ class Faults:
         return sum(each.num_cells for each in self.log)
 
     def report(self) -> str:
-        lines = [f"faults injected: {len(self.log)} of {self._num_frames} frames, by {self.spec}"]
+        lines = [f"faults injected: {len(self.log)} of {self.num_frames} frames, by {self.spec}"]
         lines += [f"  {each}" for each in self.log[-NUM_TOLD:]]
         return "\n".join(lines)
 
@@ -150,7 +150,7 @@ class Faults:
         self, down: bool, frame: Frame, payload: memoryview | None
     ) -> tuple[Kind | None, Frame, memoryview | None]:
         """What happens to a frame, and the frame and payload as they are then."""
-        self._num_frames += 1
+        self.num_frames += 1
         kind = self._hit(down, frame, payload) if self.on else None
         changed: tuple[Frame, memoryview | None] = (frame, payload)
         num_cells = 0
@@ -162,7 +162,7 @@ class Faults:
             self._earlier.append((_key_of(frame), bytes(payload)))
         if kind is not None:
             what = _described(frame)
-            self.log.append(Injected(self._num_frames, kind, down, what, num_cells))
+            self.log.append(Injected(self.num_frames, kind, down, what, num_cells))
         return kind, *changed
 
     def _hit(self, down: bool, frame: Frame, payload: memoryview | None) -> Kind | None:
