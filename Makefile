@@ -10,13 +10,14 @@ FOLDERS := $(wildcard $(SOURCES))
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-timed test-lab test-matrix test-gpu demo bench proto clean
+.PHONY: help setup check test test-timed test-lab test-matrix test-campaigns test-gpu demo bench proto clean
 
 help:
 	@echo "make demo      start a whole cluster with a real model and ask it three questions"
 	@echo "make test      run every test (ARGS='tests/engine -x' to choose)"
 	@echo "make check     formatting, lint, types, floor plan, generated stubs"
 	@echo "make bench     run every benchmark; make bench-NAME runs bench/NAME.py"
+	@echo "make test-campaigns  10,000 damaged cells, clean transfers and cancels (a quarter of an hour)"
 	@echo "make test-gpu  the checks that need a CUDA device"
 	@echo "make proto     regenerate the gRPC stubs"
 
@@ -52,6 +53,9 @@ test-lab: setup
 
 test-matrix: setup
 	$(BIN)/python -m pytest tests/system/test_live_smollm2.py --full-matrix $(ARGS)
+
+test-campaigns: setup
+	$(BIN)/python tests/system/run_campaigns.py $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python tests/gpu/run_all.py $(ARGS)

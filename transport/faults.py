@@ -95,6 +95,7 @@ class Injected:
     kind: Kind
     down: bool  # from prefill to decode
     what: str
+    transfer_id: bytes
     num_cells: int = 0  # damaged: whose bytes, or digests, are others now
 
     def __str__(self) -> str:
@@ -162,7 +163,7 @@ class Faults:
             self._earlier.append((_key_of(frame), bytes(payload)))
         if kind is not None:
             what = _described(frame)
-            self.log.append(Injected(self.num_frames, kind, down, what, num_cells))
+            self.log.append(Injected(self.num_frames, kind, down, what, frame.key.transfer_id, num_cells))
         return kind, *changed
 
     def _hit(self, down: bool, frame: Frame, payload: memoryview | None) -> Kind | None:
