@@ -47,7 +47,7 @@ DAMAGES = frozenset({Kind.TRUNCATE, Kind.FLIP, Kind.SWAP, Kind.STALE, Kind.FOREI
 FRAMES = frozenset(field.name for field in Frame.DESCRIPTOR.oneofs_by_name["body"].fields)
 
 NUM_TOLD = 40  # faults in a report
-NUM_EARLIER = 4  # chunks kept to take stale and foreign cells from
+NUM_EARLIER = 4  # transfers, and chunks of each, kept to take stale and foreign cells from
 
 _WORD = re.compile(r"(?P<kind>\w+)(:(?P<frame>\w+))?(=(?P<rate>[\d.]+)|@(?P<nth>\d+))")
 
@@ -116,7 +116,7 @@ class Faults:
         self.num_frames = 0
         self._hits = [0] * len(spec.rules)
         self._keeps = any(rule.kind in (Kind.STALE, Kind.FOREIGN) for rule in spec.rules)
-        self._earlier: deque[tuple[bytes, bytes]] = deque(maxlen=NUM_EARLIER)  # key, payload
+        self._earlier: dict[bytes, deque[bytes]] = {}  # payloads, by key
 
     @classmethod
     def of(cls, *words: str) -> Self:
@@ -160,10 +160,12 @@ class Faults:
             changed, num_cells = self._damage(kind, frame, payload)
             kind = kind if num_cells else None  # a swap of two equal cells is none
         if self._keeps and payload is not None:
-            self._earlier.append((_key_of(frame), bytes(payload)))
+            self._keep(_key_of(frame), bytes(payload))
         if kind is not None:
             what = _described(frame)
-            self.log.append(Injected(self.num_frames, kind, down, what, frame.key.transfer_id, num_cells))
+            self.log.append(
+                Injected(self.num_frames, kind, down, what, frame.key.transfer_id, num_cells)
+            )
         return kind, *changed
 
     def _hit(self, down: bool, frame: Frame, payload: memoryview | None) -> Kind | None:
@@ -212,10 +214,20 @@ class Faults:
                 rows[row] = np.frombuffer(cell, dtype=np.uint8)
         return (frame, raw.data), num_cells
 
+    def _keep(self, key: bytes, payload: bytes) -> None:
+        self._earlier.setdefault(key, deque(maxlen=NUM_EARLIER)).append(payload)
+        if len(self._earlier) > NUM_EARLIER:
+            del self._earlier[next(iter(self._earlier))]
+
     def _other_cell(self, kind: Kind, key: bytes, width: int) -> bytes | None:
         """A whole cell of a chunk that has passed before."""
         own = kind is Kind.STALE
-        fit = [old for whose, old in self._earlier if (whose == key) == own and len(old) >= width]
+        fit = [
+            payload
+            for whose, payloads in self._earlier.items()
+            for payload in payloads
+            if (whose == key) == own and len(payload) >= width
+        ]
         if not fit:
             return None
         payload = self.random.choice(fit)
