@@ -3,19 +3,18 @@
 `make bench-all_reduce`. Two or more processes, one thread each, in step; the two ways take turns.
 """
 
-import json
 import os
 import statistics
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from engine.rank_group import GroupConfig, RankGroup, join
-from kvferry.transfer_bench.report import Row
+from kvferry.transfer_bench.report import Row, row, table, write
 from model.comm import Comm
 
 OUT = Path("bench/out/all_reduce.json")
@@ -25,6 +24,7 @@ SIZES = (2, 3)
 ROUNDS = 5  # of each way, in turn
 CALLS = 200
 FOLLOW = "--follow"
+PEER = "gloo over loopback"
 
 
 def measure(comm: Comm, rows: int) -> float:
@@ -72,26 +72,11 @@ def main() -> None:
         for number, count in enumerate(ROWS):
             ours = [each[number] for each in taken["memory"]]
             theirs = [each[number] for each in taken["gloo"]]
-            rows.append(compare(f"{size} ranks, {count} x {WIDTH} fp32", ours, theirs))
-            print(
-                f"{rows[-1].what:28} {rows[-1].ours:9.1f} us   gloo {rows[-1].peer_value:9.1f} us"
-                f"   {rows[-1].ratio:6.1f}x   spread {rows[-1].spread:.0%}",
-                flush=True,
-            )
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    about = {"cpus": os.cpu_count(), "rows": [asdict(row) for row in rows]}
-    OUT.write_text(json.dumps(about, indent=2) + "\n")
+            what = f"{size} ranks, {count} x {WIDTH} fp32"
+            rows.append(row(what, ours, peer=PEER, peer_values=theirs, unit="us"))
+    Console().print(table(rows))
+    write(OUT, rows, {"cpus": os.cpu_count()})
     print(f"wrote {OUT}")
-
-
-def compare(what: str, ours: list[float], theirs: list[float]) -> Row:
-    """`ratio` says how many times longer gloo takes."""
-    value, peer = statistics.median(ours), statistics.median(theirs)
-    spread = (max(ours) - min(ours)) / value
-    return Row(
-        what, round(value, 1), "us", "gloo over loopback", round(peer, 1), round(peer / value, 2),
-        None, None, len(ours), round(spread, 3),
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

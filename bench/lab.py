@@ -6,7 +6,6 @@
 import asyncio
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +34,7 @@ async def measure(pair: Pair, lab: Lab, wire: str, concurrency: int) -> Row:
         for _ in range(RUNS):
             ours.append(case.total_bytes / await pair.seconds(case) * 8 / 1e6)
             limit.append(plain.total_bytes / await pair.limit_seconds(plain) * 8 / 1e6)
-    return replace(row(f"{LINK}, {case}", ours, limit), unit="Mbit/s")
+    return row(f"{LINK}, {case}", ours, limit, unit="Mbit/s")
 
 
 async def main() -> None:

@@ -5,14 +5,12 @@ process, over a real wire; the rows it wrote, at the price of a row, stand besid
 """
 
 import asyncio
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,7 +24,7 @@ from kvcache.ledger_row import ROW_BYTES, Account, Book, Origin, Reason
 from kvferry.audit.audit import audit
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.ends import DecodeEnd, PrefillEnd
-from kvferry.transfer_bench.report import Row
+from kvferry.transfer_bench.report import Row, row, write
 
 OUT = Path("bench/out/ledger.json")
 ORIGIN = Origin("bench", "i", 1, "decode", 0, 1)
@@ -35,17 +33,11 @@ ROWS = 50_000  # three pages
 CASES = (Case("tcp", 128), Case("tcp", 16), Case("shm", 128))
 
 
-def row(what: str, values: Sequence[float], unit: str, without: Sequence[float] = ()) -> Row:
-    """Of a price the least, which is the machine's own; of a transfer the median, and as its peer
-    the same without a ledger.
-    """
-    ours = statistics.median(values) if without else min(values)
-    spread = round((max(values) - min(values)) / ours, 3) if ours else 0.0
-    if not without:
-        return Row(what, round(ours, 4), unit, None, None, None, None, None, len(values), spread)
-    theirs = statistics.median(without)
-    peer = ("no ledger", round(theirs, 4), round(ours / theirs, 4))
-    return Row(what, round(ours, 4), unit, *peer, None, None, len(values), spread)
+def price(what: str, values: Sequence[float], unit: str) -> Row:
+    """The least of the repetitions, which is the machine's own."""
+    ours = min(values)
+    spread = round((max(values) - ours) / ours, 3) if ours else 0.0
+    return Row(what, round(ours, 4), unit, None, None, None, None, None, len(values), spread)
 
 
 def post_us(folder: Path | None) -> float:
@@ -132,19 +124,19 @@ async def measure() -> list[Row]:
         to_file = [post_us(Path(folder)) for _ in range(RUNS)]
     in_memory = [post_us(None) for _ in range(RUNS)]
     rows = [
-        row("a row, in memory", in_memory, "us"),
-        row("a row, in a mapped file", to_file, "us"),
-        row("rows a second, in memory", [1e6 / min(in_memory)], "rows/s"),
-        row("bytes of a row", [ROW_BYTES], "bytes"),
-        row("longest wait for a page", [turn_ms() for _ in range(RUNS)], "ms"),
-        row("a row, audited", [audit_us() for _ in range(RUNS)], "us"),
+        price("a row, in memory", in_memory, "us"),
+        price("a row, in a mapped file", to_file, "us"),
+        price("rows a second, in memory", [1e6 / min(in_memory)], "rows/s"),
+        price("bytes of a row", [ROW_BYTES], "bytes"),
+        price("longest wait for a page", [turn_ms() for _ in range(RUNS)], "ms"),
+        price("a row, audited", [audit_us() for _ in range(RUNS)], "us"),
     ]
-    price = min(in_memory)
+    row_us = min(in_memory)
     for case in CASES:
         on, off, num_rows = await transfers(case)
-        rows.append(row(f"{case}", on, "ms", off))
-        share = num_rows * price / 1e3 / statistics.median(on) * 100
-        rows.append(row(f"{case}: {num_rows} rows, their share", [share], "%"))
+        rows.append(row(f"{case}", on, peer="no ledger", peer_values=off, unit="ms"))
+        share = num_rows * row_us / 1e3 / statistics.median(on) * 100
+        rows.append(price(f"{case}: {num_rows} rows, their share", [share], "%"))
     return rows
 
 
@@ -161,9 +153,8 @@ def main() -> None:
         table.add_row(each.what, *cells, f"{each.spread:.0%}")
     console = Console(width=110)
     console.print(table)
-    OUT.parent.mkdir(parents=True, exist_ok=True)
     about = {"bench": "ledger", "machine": {"cpus": os.cpu_count(), "load": round(load, 2)}}
-    OUT.write_text(json.dumps({**about, "rows": [asdict(each) for each in rows]}, indent=2) + "\n")
+    write(OUT, rows, about)
     console.print(f"load before: {load:.2f}; rows: {OUT}", highlight=False)
 
 

@@ -35,7 +35,7 @@ from kvferry.launcher import Part, Role
 from kvferry.local_launcher import LocalLauncher, role_command
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.pair import processes
-from kvferry.transfer_bench.report import Row, table, write
+from kvferry.transfer_bench.report import Row, row, table, write
 from prefill_worker.settings import PrefillSettings
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
@@ -184,22 +184,13 @@ def report(seen: list[Seen], alone: list[float]) -> list[Row]:
     shares = [1 - each / took for each in late]
     what = f"SmolLM2, {NUM_TOKENS} tokens, {seen[0].num_bytes / 2**20:.0f} MiB over {LINK}"
     return [
-        _row(f"{what}: hidden", shares, "share", limit=1.0),
-        _row("not hidden", [each * 1000 for each in late], "ms"),
-        _row("the same bytes alone", [each * 1000 for each in alone], "ms"),
-        _row("usual pause between tokens", [each.usual_pause_s * 1000 for each in seen], "ms"),
-        _row("first chunk offered to commit", [each.transfer_s * 1000 for each in seen], "ms"),
-        _row("request to first token", [each.ttft_s * 1000 for each in seen], "ms"),
+        row(f"{what}: hidden", shares, [1.0], unit="share"),
+        row("not hidden", [each * 1000 for each in late], unit="ms"),
+        row("the same bytes alone", [each * 1000 for each in alone], unit="ms"),
+        row("usual pause between tokens", [each.usual_pause_s * 1000 for each in seen], unit="ms"),
+        row("first chunk offered to commit", [each.transfer_s * 1000 for each in seen], unit="ms"),
+        row("request to first token", [each.ttft_s * 1000 for each in seen], unit="ms"),
     ]
-
-
-def _row(what: str, values: list[float], unit: str, limit: float | None = None) -> Row:
-    middle = statistics.median(values)
-    spread = (max(values) - min(values)) / abs(middle) if middle else 0.0
-    share = round(middle / limit, 3) if limit else None
-    return Row(
-        what, round(middle, 3), unit, None, None, None, limit, share, len(values), round(spread, 3)
-    )  # fmt: skip
 
 
 async def main() -> None:

@@ -33,22 +33,23 @@ def row(
     limit: Sequence[float] = (),
     peer: str | None = None,
     peer_values: Sequence[float] = (),
+    unit: str = "GB/s",
 ) -> Row:
-    """Of repetitions in GB/s; the limit's and the peer's were taken in turn with ours."""
+    """Of repetitions; the limit's and the peer's were taken in turn with ours."""
     value = statistics.median(ours)
     theirs = statistics.median(peer_values) if peer_values else None
     most = statistics.median(limit) if limit else None
     return Row(
         what,
         round(value, 3),
-        "GB/s",
+        unit,
         peer,
         round(theirs, 3) if theirs is not None else None,
         round(value / theirs, 3) if theirs else None,
         round(most, 3) if most is not None else None,
         round(value / most, 3) if most else None,
         len(ours),
-        round((max(ours) - min(ours)) / value, 3),
+        round((max(ours) - min(ours)) / abs(value), 3) if value else 0.0,
     )
 
 
