@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +55,12 @@ async def redis_server(
     password = secrets.token_hex(16)
     port = free_port(PREFERRED_PORT)
     place_url = f"redis://:{password}@127.0.0.1:{port}/0"
-    process = await _spawn(program, port, password, log_file)
+    process = await spawn_server([str(program), "-"], "127.0.0.1", port, password, log_file)
     try:
         version = await _first_answer(place_url, process, log_file, clock)
         yield RedisPlace(place_url, f"{version}, {origin}", process.pid)
     finally:
-        await _end(process)
+        await end_server(process)
 
 
 def find_server(search_path: str | None = None) -> tuple[Path, str]:
@@ -131,14 +131,14 @@ def hide_password(url: str) -> str:
         return re.sub(r"//.*@", "//***@", url)
 
 
-async def _spawn(
-    program: Path, port: int, password: str, log_file: Path
+async def spawn_server(
+    command: Sequence[str], host: str, port: int, password: str, log_file: Path
 ) -> asyncio.subprocess.Process:
     """Start the server; its configuration goes in by standard input, out of other users' sight."""
-    config = f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ""\nappendonly no\n'
+    config = f'bind {host}\nport {port}\nrequirepass {password}\nsave ""\nappendonly no\n'
     with log_file.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *wrap([str(program), "-"], os.getpid()),
+            *wrap(command, os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -169,7 +169,7 @@ async def _first_answer(
         await clock.sleep(0.02)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end_server(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):
