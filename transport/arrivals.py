@@ -246,7 +246,7 @@ class Arrivals:
         self.review(landing)
         for rank, reason in dead.items():
             if not self._is_heard(landing.ports[rank], rank, now):
-                self._cut(landing.ports[rank], reason)
+                landing.ports[rank].cut(reason, self.cuts)
 
     def _is_heard(self, port: Port, rank: int, now: float) -> bool:
         """Whether any running transfer over the link has heard of prefill within the lease."""
@@ -255,12 +255,6 @@ class Arrivals:
             for landing in self.live.values()
             if landing.ports.get(rank) is port and not landing.incoming.over
         )
-
-    def _cut(self, port: Port, reason: str) -> None:
-        """Prefill, if it is there, hears of the end and dials again for its next shipment."""
-        cut = asyncio.create_task(port.cut(reason))
-        self.cuts.add(cut)
-        cut.add_done_callback(self.cuts.discard)
 
 
 def abort_frame(key: ShipmentKey, failure: TransferFailed) -> Frame:

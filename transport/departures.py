@@ -179,7 +179,7 @@ class Departures:
                 reason = f"{who} fell silent for {silent_s:.0f} s at {where}"
                 self.fail(departure, Code.UNAVAILABLE, reason, expired=True)
                 if not self._is_heard(port, rank, now):
-                    self._cut(port, reason)
+                    port.cut(reason, self.endings)
                 return
             if pair.probe(now - self._config.resend_after_s):
                 self.counts.resent_chunks += 1
@@ -194,12 +194,6 @@ class Departures:
             for departure in self.live.values()
             if departure.ports.get(rank) is port and not departure.outgoing.over
         )
-
-    def _cut(self, port: Port, reason: str) -> None:
-        """The next shipment dials again: a link that was healed would wait to resend for long."""
-        cutting = asyncio.create_task(port.cut(reason))
-        self.endings.add(cutting)
-        cutting.add_done_callback(self.endings.discard)
 
     def _reminder(self, departure: Departure, rank: int) -> Frame:
         """What to say when nothing has been heard: the frame that may have been lost."""

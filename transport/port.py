@@ -62,8 +62,17 @@ class Port:
                 await self._write_one()
         await self.link.close(reason)
 
-    async def cut(self, reason: str) -> None:
-        """Close a link that seems dead; what is posted leaves if the link takes it at once."""
+    def cut(self, reason: str, tasks: set[asyncio.Task[None]]) -> None:
+        """Close a link that seems dead; what is posted leaves if the link takes it at once.
+
+        It is done by a task, which is in `tasks` until then. The next shipment dials again: a link
+        that was healed would wait to resend for long.
+        """
+        cutting = asyncio.create_task(self._cut(reason))
+        tasks.add(cutting)
+        cutting.add_done_callback(tasks.discard)
+
+    async def _cut(self, reason: str) -> None:
         self.open = False
         await asyncio.sleep(0)
         await self.link.close(reason)
