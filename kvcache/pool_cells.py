@@ -98,7 +98,7 @@ class PoolCells:
                 taken += hi - lo
         if tail_tokens is not None and len(block_ids):
             cells_BHPC[-1, :, :, tail_tokens * slot_bytes :] = 0
-            if digests_BN is not None:
+            if digests_BN is not None and self._host is not None:  # they were made before
                 digests_BN[-1] = cell_digests(cells_BHPC[-1].reshape(-1, cell_bytes))
         if digests is not None and self._host is None:
             digests[:] = cell_digests(cells_BHPC.reshape(-1, cell_bytes))
@@ -146,13 +146,11 @@ class PoolCells:
             bad = bad_cells(raw.reshape(math.prod(shape[:3]), -1), digests)
         owned = torch.empty(want, dtype=torch.uint8)  # aligned, and torch refuses read-only arrays
         owned.numpy()[:] = raw
+        if len(bad):  # put what is there in place of what is not to be written
+            rows = owned.numpy().reshape(math.prod(shape[:3]), -1)
+            rows[bad] = self.gather_cells(layer, block_ids, heads)[bad]
         cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape).to(pool_NPHSD.device)
         block_ids_B = self._ids(block_ids, pool_NPHSD.device)
-        if len(bad):  # put what is there in place of what is not to be written
-            there = self.gather_cells(layer, block_ids, heads)[bad]
-            rows_NSD = owned.view(math.prod(shape[:3]), -1)
-            rows_NSD[torch.from_numpy(bad)] = torch.from_numpy(there)
-            cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape).to(pool_NPHSD.device)
         taken = 0
         for lo, hi in runs:
             run_BHPSD = cells_BHPSD[:, taken : taken + hi - lo].contiguous()

@@ -54,14 +54,7 @@ class HitRate:
         assert self.prompt == self.delivered + sum(self.lost.values()), self
 
     def chain(self) -> tuple[int, ...]:
-        return (
-            self.prompt,
-            self.oracle,
-            self.available,
-            self.captured,
-            self.promised,
-            self.delivered,
-        )
+        return tuple(getattr(self, kind) for kind in KINDS)
 
     def rate(self, count: int) -> float:
         return count / self.prompt if self.prompt else 0.0
@@ -107,12 +100,5 @@ def total(rates: Iterable[HitRate]) -> HitRate:
     lost: Counter[Loss] = Counter()
     for rate in known:
         lost.update(rate.lost)
-    return HitRate(
-        prompt=sum(each.prompt for each in known),
-        oracle=sum(each.oracle for each in known),
-        available=sum(each.available for each in known),
-        captured=sum(each.captured for each in known),
-        promised=sum(each.promised for each in known),
-        delivered=sum(each.delivered for each in known),
-        lost=dict(+lost),
-    )
+    sums = {kind: sum(getattr(each, kind) for each in known) for kind in KINDS}
+    return HitRate(**sums, lost=dict(+lost))
