@@ -433,11 +433,21 @@ async def test_a_client_that_does_not_read_can_still_be_cancelled_by_id(
     cluster: FakeCluster,
 ) -> None:
     """Its legs end at once, though its stream only ends when it is read."""
+
+    async def verbose(worker: FakeWorker, asked: wpb.DecodeRequest) -> AsyncIterator[Any]:
+        """More in all than any buffer on the way takes."""
+        async for event in decode_script(worker, asked):
+            if event.HasField("token"):
+                event.token.logprobs.top.extend([pb.TopLogprob(token_id=1, logprob=-1.0)] * 500)
+            yield event
+
     cluster.answer = "word " * 1000
-    prefill, decode = await cluster.add_pair()
+    prefill = await cluster.add("prefill-0")
+    decode = await cluster.add("decode-0", verbose)
     events = cluster.handler.generate(request(request_id="mine", max_tokens=4000), EVERYONE, "test")
     await anext(events)
     await anext(events)
+    await eventually(lambda: decode.num_open == 1)
     await asyncio.sleep(0.2)
     assert decode.num_open == 1  # held back by the reader
     assert cluster.handler.cancel(EVERYONE, "mine")
