@@ -31,6 +31,7 @@ from tests.system.in_process import (
     Answer,
     DecodeWorker,
     PrefillWorker,
+    calls_answered,
     decode_worker,
     disaggregated,
     prefill_worker,
@@ -137,7 +138,8 @@ class Commits:
 
 
 async def damaged_cells(kind: Kind, count: int, seed: int, step: Step) -> Outcome:
-    """Until `count` cells have come damaged: all are caught, and fetched again over the link.
+    """Until `count` cells have come damaged: all are caught, and fetched again, over the link or,
+    where it damages one transfer too often, by a call.
 
     What was damaged in a transfer that had to be given up counts as not repaired, all of it.
     """
@@ -155,6 +157,7 @@ async def damaged_cells(kind: Kind, count: int, seed: int, step: Step) -> Outcom
             prefill_worker(
                 SOURCE, FaultConnector(faulty, incoming=commits.note), tp=2, num_blocks=128
             ) as prefill,
+            calls_answered(prefill),
             decode_worker(SOURCE, wire, tp=3, num_blocks=128) as decode,
         ):
             asked, told = Asked(prefill, decode), 0

@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import grpc.aio
+
 from decode_worker.decoding import Decoding
 from decode_worker.settings import DecodeSettings
 from decode_worker.side import DecodeSide
@@ -25,7 +27,9 @@ from model.source import ModelSource
 from prefill_worker.prefilling import Prefilling
 from prefill_worker.settings import PrefillSettings
 from prefill_worker.side import PrefillSide
+from protos import transfer_pb2_grpc
 from protos import worker_pb2 as pb
+from transport.grpc_options import server_options
 from transport.link import Connector
 from transport.loopback_wire import LoopbackWire
 from transport.orders import Identity
@@ -98,6 +102,21 @@ async def prefill_worker(
         front = _front(source, settings, worker)
         worker.prefilling = sides[0].prefilling(front, [side.rank for side in sides])
         yield worker
+
+
+@asynccontextmanager
+async def calls_answered(prefill: PrefillWorker) -> AsyncIterator[None]:
+    """Its ranks hand out cells by calls of their own, too, as they do in a process of theirs."""
+    async with AsyncExitStack() as stack:
+        for side in prefill.sides:
+            assert isinstance(side, PrefillSide)
+            server = grpc.aio.server(options=server_options())
+            transfer_pb2_grpc.add_CellsServicer_to_server(side._cells(), server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            prefill.addresses.append(f"127.0.0.1:{port}")
+        yield
 
 
 @asynccontextmanager
@@ -212,6 +231,7 @@ def decode_request(
         request.source.kv_head_starts.extend(run.start for run in heads)
         request.source.kv_head_stops.extend(run.stop for run in heads)
         request.source.block_size = prefill.parts[0].spec.block_size
+        request.source.rank_addresses.extend(prefill.addresses)
     return request
 
 
