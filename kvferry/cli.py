@@ -6,16 +6,31 @@ Modules are imported by the command that needs them, so that every command says 
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from kvferry.errors import CommandError
-
-if TYPE_CHECKING:
-    from kvferry.state import ClusterRecord
-    from kvferry.talk import Door
+from kvferry.flags import (
+    ApiKey,
+    Assignments,
+    ConfigFile,
+    Explain,
+    GrpcAddress,
+    MaxTokens,
+    Model,
+    RedisUrl,
+    Seed,
+    StateDir,
+    System,
+    Temperature,
+    door,
+    flags_of,
+    made_console,
+    record,
+)
+from kvferry.lab import parser as lab_parser
+from kvferry.replay import parser as replay_parser
+from kvferry.transfer_bench import parser as transfer_parser
 
 app = typer.Typer(
     name="kvferry",
@@ -24,60 +39,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
-
-PIPED_WIDTH = 120
-
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="Settings file (YAML).", show_default=False)
-]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, such as decode.num_blocks=512."),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(help="Preset, GGUF file or Hugging Face folder.", show_default="smollm2"),
-]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="A Redis to use.", show_default="found or started here")
-]
-StateDir = Annotated[
-    Path | None, typer.Option(help="Where the running cluster leaves word of itself.")
-]
-GrpcAddress = Annotated[
-    str | None, typer.Option("--grpc", metavar="HOST:PORT", help="A router, instead of our own.")
-]
-ApiKey = Annotated[str | None, typer.Option(help="Where the router asks for one.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to answer with.")]
-Temperature = Annotated[float, typer.Option(help="0: the likeliest token each time.")]
-Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Show where it went and what it cost.")]
-System = Annotated[str | None, typer.Option(help="System prompt.")]
-
-
-def _console() -> Console:
-    """As wide as the terminal; lines that go into a file or a pipe are wide enough for tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, PIPED_WIDTH))
-
-
-def flags_of(assignments: list[str] | None, **given: Any) -> dict[str, Any]:
-    """Flags as nested settings: `router__http_port` goes into section `router`; None is absent."""
-    from kvferry.settings import parse_assignments
-
-    flags = parse_assignments(assignments or [])
-    for key, value in given.items():
-        if value is None:
-            continue
-        section, dunder, field = key.rpartition("__")
-        target = flags.setdefault(section, {}) if dunder else flags
-        if not isinstance(target, dict):
-            raise CommandError(f"--set {section}=... hides the flags of its fields")
-        target[field] = value
-    return flags
 
 
 @app.command()
@@ -134,7 +95,7 @@ def up(
         router__http_port=http_port,
         router__grpc_port=grpc_port,
     )
-    asyncio.run(run(load(config, flags), _console()))
+    asyncio.run(run(load(config, flags), made_console()))
 
 
 @app.command()
@@ -144,7 +105,7 @@ def demo(
     """Start a cluster, ask it three questions, show where each one went, stop."""
     from kvferry.demo import demo as run
 
-    if not asyncio.run(run(launcher, _console())):
+    if not asyncio.run(run(launcher, made_console())):
         raise typer.Exit(1)
 
 
@@ -167,7 +128,7 @@ def ask(
 
     question = sys.stdin.read() if text == ["-"] else " ".join(text)
     manner = Manner(max_tokens, temperature, seed, explain)
-    asyncio.run(ask_once(_door(grpc, api_key, state_dir), question, system, manner, _console()))
+    asyncio.run(ask_once(door(grpc, api_key, state_dir), question, system, manner, made_console()))
 
 
 @app.command()
@@ -185,7 +146,7 @@ def chat(
     from kvferry.talk import Manner, converse
 
     manner = Manner(max_tokens, temperature, seed, explain)
-    converse(_door(grpc, api_key, state_dir), system, manner, _console())
+    converse(door(grpc, api_key, state_dir), system, manner, made_console())
 
 
 @app.command()
@@ -208,12 +169,12 @@ def audit(
     from kvferry.audit.command import run, run_live
 
     if paths and not live:
-        whole = run(paths, _console(), at_rest=at_rest)
+        whole = run(paths, made_console(), at_rest=at_rest)
     else:
         if redis_url is None:
-            record = _record(state_dir)
-            redis_url, key_prefix = record.redis_url, key_prefix or record.key_prefix
-        prefix, console = key_prefix or "kvferry", _console()
+            known = record(state_dir)
+            redis_url, key_prefix = known.redis_url, key_prefix or known.key_prefix
+        prefix, console = key_prefix or "kvferry", made_console()
         whole = asyncio.run(run_live(redis_url, prefix, paths or [], console, at_rest=at_rest))
     if not whole:
         raise typer.Exit(1)
@@ -229,9 +190,9 @@ def ps(
     from kvferry.ps import ps as run
 
     if redis_url is None:
-        record = _record(state_dir)
-        redis_url, key_prefix = record.redis_url, key_prefix or record.key_prefix
-    asyncio.run(run(redis_url, key_prefix or "kvferry", _console()))
+        known = record(state_dir)
+        redis_url, key_prefix = known.redis_url, key_prefix or known.key_prefix
+    asyncio.run(run(redis_url, key_prefix or "kvferry", made_console()))
 
 
 @app.command()
@@ -245,7 +206,7 @@ def stats(
     """Show how much of the prompts was reused, could have been, and what was in the way."""
     from kvferry.stats import stats as run
 
-    run(http or _record(state_dir).http_url, _console())
+    run(http or record(state_dir).http_url, made_console())
 
 
 @app.command()
@@ -276,118 +237,14 @@ def plan(
     workload = Workload(
         model, tokens, batch, dtype, bytes_per_value, share_layers, window, tp, block_size
     )
-    run(workload, _console())
+    run(workload, made_console())
 
 
-@app.command()
-def replay(
-    trace: Annotated[
-        Path,
-        typer.Argument(help="Mooncake JSONL, token JSONL, Azure CSV, or text sessions (a folder)."),
-    ],
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="ours, round-robin, least-loaded, random, first-block, most-cached, shared-cache,"
-            " infinite-cache.",
-            show_default="all of them",
-        ),
-    ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Prefill replicas.")] = 8,
-    cache_tokens: Annotated[int, typer.Option(min=1, help="Cache of each.")] = 1_000_000,
-    load: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            help="Offered, as a share of what the replicas could do without any reuse.",
-            show_default="as recorded",
-        ),
-    ] = None,
-    decodes: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
-    decode_tokens: Annotated[int, typer.Option(min=1, help="Cache of each.")] = 8_000_000,
-    ms_per_token: Annotated[float, typer.Option(min=0, help="To compute a prompt token.")] = 0.1,
-    attention_ms: Annotated[
-        float, typer.Option(min=0, help="To compute a prompt token, for each token it looks at.")
-    ] = 0.0,
-    index_lag: Annotated[
-        float, typer.Option(min=0, max=2, help="Seconds until the index hears of a block.")
-    ] = 0.0,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(help="kill:REPLICA@SECONDS or restart:REPLICA@SECONDS+SECONDS."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is random.")] = 0,
-    first: Annotated[int | None, typer.Option(min=1, help="Only so many requests.")] = None,
-    out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path(
-        "bench/out/replay.json"
-    ),
-    picture: Annotated[
-        Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
-    ] = None,
-    decisions: Annotated[Path | None, typer.Option(help="Where every decision goes.")] = None,
-) -> None:
-    """Send a trace through the real router and index, with simulated workers in virtual time."""
-    from kvferry.replay.command import replay_command as run
-    from kvferry.replay.options import Options, parse_fault
-    from kvferry.replay.rivals import Policy
-    from kvferry.replay.speeds import Speeds
+replay_parser.add_to(app)
 
-    options = Options(
-        num_replicas=replicas,
-        cache_tokens=cache_tokens,
-        load=load,
-        num_decodes=decodes,
-        decode_tokens=decode_tokens,
-        index_lag_s=index_lag,
-        faults=tuple(parse_fault(each) for each in fault or []),
-        seed=seed,
-        speeds=Speeds(prefill_ms_per_token=ms_per_token, attention_ms=attention_ms),
-    )
-    policies = policy or [each.value for each in Policy]
-    picture = picture or out.with_suffix(".png")
-    run(trace, policies, options, first, out, picture, decisions, _console())
-
-
-@bench_app.command("transfer")
-def bench_transfer(
-    wire: Annotated[
-        list[str] | None, typer.Option(help="Wires to measure.", show_default="shm tcp grpc gloo")
-    ] = None,
-    blocks: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Blocks of a prompt, 0.5 MiB each.", show_default="128 16"),
-    ] = None,
-    concurrency: Annotated[
-        list[int] | None, typer.Option(min=1, help="Prompts at once.", show_default="1 4")
-    ] = None,
-    pair: Annotated[
-        list[str] | None,
-        typer.Option(help="TP degrees, prefill x decode.", show_default="1x1 1x2 4x2"),
-    ] = None,
-    digests: Annotated[
-        str, typer.Option(help="on, off or both. Off is for measuring only.")
-    ] = "both",
-    chunk_kib: Annotated[
-        int | None, typer.Option(min=64, max=8192, help="Payload of a message, in KiB.")
-    ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Repetitions of each case.")] = 7,
-    peer_python: Annotated[
-        str | None,
-        typer.Option(help="A Python that has mooncake and nixl.", show_default="this one"),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Where the rows go, as JSON.")] = Path(
-        "bench/out/transfer.json"
-    ),
-    picture: Annotated[
-        Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
-    ] = None,
-) -> None:
-    """Carry KV blocks between two processes over every wire, beside what the wire could carry."""
-    from kvferry.bench_command import bench_transfer as run
-    from kvferry.transfer_bench.plan import wanted_of
-
-    wanted = wanted_of(wire, blocks, concurrency, pair, digests, chunk_kib)
-    asyncio.run(run(wanted, runs, peer_python, out, picture or out.with_suffix(".png"), _console()))
+bench = typer.Typer(help="Measure this machine, or a running cluster.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+transfer_parser.add_to(bench)
 
 
 @app.command()
@@ -442,105 +299,7 @@ def decode(
     _run_role("decode", config, ready_fd, assign, own, model=model, redis_url=redis_url)
 
 
-lab = typer.Typer(
-    help="Several hosts out of this machine, with links as slow and as broken as asked for.",
-    no_args_is_help=True,
-)
-app.add_typer(lab, name="lab")
-
-OneWay = Annotated[bool, typer.Option("--one-way", help="Only from the first to the second.")]
-
-
-@lab.command("up")
-def lab_up(
-    nodes: Annotated[str, typer.Option(help="How many, or their names: prefill,decode.")] = "2",
-    link: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[A-B=]RATE,DELAY[,LOSS]",
-            help="Every link, or one: 1gbit,5ms or a-b=200mbit,20ms,0.1%.",
-        ),
-    ] = None,
-    kind: Annotated[
-        str | None, typer.Option(help="namespaces or proxy.", show_default="what works here")
-    ] = None,
-    state_dir: StateDir = None,
-) -> None:
-    """Make the nodes and links, and keep them until Ctrl-C or `lab down`."""
-    from kvferry.lab.commands import up as run
-    from kvferry.lab.lab import parse_kind
-    from kvferry.lab.topology import parse_topology
-
-    topology = parse_topology(nodes, link or [])
-    asyncio.run(run(_lab_folder(state_dir), topology, parse_kind(kind), _console()))
-
-
-@lab.command("down")
-def lab_down(state_dir: StateDir = None) -> None:
-    """End the lab, or remove what one that was killed has left."""
-    from kvferry.lab.commands import down as run
-
-    asyncio.run(run(_lab_folder(state_dir), _console()))
-
-
-@lab.command("show")
-def lab_show(state_dir: StateDir = None) -> None:
-    """Show nodes, addresses, links, what is wrong with them and what they have carried."""
-    from kvferry.lab.commands import show as run
-
-    asyncio.run(run(_lab_folder(state_dir), _console()))
-
-
-@lab.command("exec", context_settings={"allow_interspersed_args": False})
-def lab_exec(node: str, command: list[str], state_dir: StateDir = None) -> None:
-    """Run a command inside a node: lab exec a -- ip address."""
-    from kvferry.lab.commands import become
-
-    become(_lab_folder(state_dir), node, command)
-
-
-@lab.command("address")
-def lab_address(source: str, target: str, port: int, state_dir: StateDir = None) -> None:
-    """Print where SOURCE connects to reach what listens on PORT of TARGET."""
-    from kvferry.lab.commands import address as run
-
-    asyncio.run(run(_lab_folder(state_dir), source, target, port, _console()))
-
-
-@lab.command("cut")
-def lab_cut(source: str, target: str, one_way: OneWay = False, state_dir: StateDir = None) -> None:
-    """Let nothing through between two nodes; nobody is told."""
-    from kvferry.lab.commands import change
-
-    change(_lab_folder(state_dir), "cut", source=source, target=target, one_way=one_way)
-
-
-@lab.command("loss")
-def lab_loss(
-    source: str, target: str, loss: str, one_way: OneWay = False, state_dir: StateDir = None
-) -> None:
-    """Lose a share of the packets between two nodes, such as 0.5%."""
-    from kvferry.lab.commands import lose
-
-    lose(_lab_folder(state_dir), source, target, loss, one_way)
-
-
-@lab.command("heal")
-def lab_heal(
-    source: Annotated[str | None, typer.Argument(show_default="all links")] = None,
-    target: Annotated[str | None, typer.Argument(show_default="all of SOURCE's links")] = None,
-    state_dir: StateDir = None,
-) -> None:
-    """Make links as they were at first."""
-    from kvferry.lab.commands import change
-
-    change(_lab_folder(state_dir), "heal", source=source, target=target)
-
-
-def _lab_folder(state_dir: Path | None) -> Path:
-    from kvferry.settings import load
-
-    return load(flags=flags_of(None, state_dir=state_dir)).state_dir / "lab"
+lab_parser.add_to(app)
 
 
 def _run_role(
@@ -557,19 +316,3 @@ def _run_role(
 
     flags = flags_of(assign, **shared, **{f"{name}__{key}": own[key] for key in own})
     raise typer.Exit(run_role(Role(name), load(config, flags), ready_fd))
-
-
-def _record(state_dir: Path | None) -> "ClusterRecord":
-    from kvferry.settings import load
-    from kvferry.state import read_record
-
-    return read_record(load(flags=flags_of(None, state_dir=state_dir)).state_dir)
-
-
-def _door(grpc: str | None, api_key: str | None, state_dir: Path | None) -> "Door":
-    from kvferry.talk import Door
-
-    if grpc is not None:
-        return Door(grpc, api_key or "")
-    record = _record(state_dir)
-    return Door(record.grpc_address, api_key or record.api_key)

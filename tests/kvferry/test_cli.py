@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli import flags_of
 from kvferry.errors import CommandError
+from kvferry.flags import flags_of
 
-COMMANDS = {"audit", "up", "demo", "ask", "chat", "ps", "plan", "router", "prefill", "decode"}
+COMMANDS = {
+    *("audit", "up", "demo", "ask", "chat", "ps", "stats", "plan", "replay", "router", "prefill"),
+    *("decode", "bench", "lab"),
+}
 
 
 def kvferry(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

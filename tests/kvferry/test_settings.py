@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from kvcache.layout import KvLayout
-from kvferry.cli import flags_of
 from kvferry.errors import BadSettings
+from kvferry.flags import flags_of
 from kvferry.settings import Settings, child_environment, default_state_dir, load, parse_assignments
 
 FILE = """
