@@ -20,7 +20,6 @@ from kvcache.spec import CacheSpec
 from model.batch import Batch
 from model.comm import Comm
 from model.config import DecoderConfig
-from model.layers import linear
 from model.model import OnLayer
 from model.rope import rotate, rotation
 from model.shard import Shard, split
@@ -70,9 +69,9 @@ class Decoder:
             a_TE = self._attend(q_THD, batch, pool_NPHSD).flatten(1)
             if last:  # nothing reads the other rows any more
                 x_TE, a_TE = x_TE[batch.logit_rows_R], a_TE[batch.logit_rows_R]
-            x_TE = self._add(x_TE, linear(a_TE, layer.o_EHD), layer.o_bias_E)
+            x_TE = self._add(x_TE, layer.o(a_TE), layer.o_bias_E)
             x_TE = self._add(x_TE, self._mlp(layer, x_TE), layer.down_bias_E)
-        logits_RV = linear(weights.final_norm(x_TE), weights.lm_head_VE).float()
+        logits_RV = weights.lm_head(weights.final_norm(x_TE)).float()
         parts = self._comm.gather_to_0(logits_RV, self._vocabulary_widths)
         return None if parts is None else torch.cat(parts, dim=1)
 
@@ -83,10 +82,10 @@ class Decoder:
     def _embed(self, token_ids_T: Tensor) -> Tensor:
         """Each rank looks up its own tokens, and zeros stand for the others' until they add up."""
         if self._comm.size == 1:
-            return self._weights.embedding_VE[token_ids_T]
+            return self._weights.embedding.rows(token_ids_T)
         local_T = token_ids_T - self._vocabulary.start
         foreign_T = (local_T < 0) | (local_T >= len(self._vocabulary))
-        x_TE = self._weights.embedding_VE[local_T.masked_fill(foreign_T, 0)]
+        x_TE = self._weights.embedding.rows(local_T.masked_fill(foreign_T, 0))
         return self._comm.all_reduce(x_TE.masked_fill_(foreign_T[:, None], 0))
 
     def _write(
@@ -99,8 +98,7 @@ class Decoder:
     ) -> Tensor:
         """Put the new tokens' keys and values into the store; return their queries."""
         num_query, num_kv, width = self._num_query_heads, self._num_kv_heads, self.config.head_dim
-        qkv_T = linear(h_TE, layer.qkv_QDE, layer.qkv_bias_QD)
-        qkv_THD = qkv_T.view(len(h_TE), num_query + 2 * num_kv, width)
+        qkv_THD = layer.qkv(h_TE).view(len(h_TE), num_query + 2 * num_kv, width)
         qk_THD, v_THD = qkv_THD[:, : num_query + num_kv], qkv_THD[:, num_query + num_kv :]
         if layer.qk_norm is not None:
             qk_THD = layer.qk_norm(qk_THD)
@@ -122,9 +120,9 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x_TE: Tensor) -> Tensor:
         h_TE = layer.mlp_norm(x_TE)
-        gate_up_TM = linear(h_TE, layer.gate_up_ME, layer.gate_up_bias_M)
+        gate_up_TM = layer.gate_up(h_TE)
         width = gate_up_TM.shape[1] // 2
-        return linear(F.silu(gate_up_TM[:, :width]).mul_(gate_up_TM[:, width:]), layer.down_EM)
+        return layer.down(F.silu(gate_up_TM[:, :width]).mul_(gate_up_TM[:, width:]))
 
     def _add(self, x_TE: Tensor, h_TE: Tensor, bias_E: Tensor | None) -> Tensor:
         """A row-parallel product summed into the residual stream, in place; its bias only once."""

@@ -2,7 +2,7 @@
 
 On a GPU, and in half precision, torch's own kernels are used.
 
-    T rows, I inputs, O outputs, W the width that is normalised
+    W the width that is normalised
 """
 
 import math
@@ -10,22 +10,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-FEWEST_TURNED = 4  # rows: see `linear`
-MOST_TURNED = 48
-
-
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`F.linear`, the product turned round where MKL is faster so.
-
-    Measured on 2 cores of an AMD EPYC (AVX2), fp32, all matrices of SmolLM2-135M: 1 to 3 rows
-    23 to 27 ms as they are, 24 to 47 turned; 4 rows 56 and 47, 8 rows 69 and 48, 16 rows 115 and
-    48; from 64 rows on as they are is faster. On one core the two are within 10 % of each other.
-    """
-    if x_TI.is_cuda or not FEWEST_TURNED <= len(x_TI) <= MOST_TURNED:
-        return F.linear(x_TI, weight_OI, bias_O)
-    out_TO = (weight_OI @ x_TI.t()).t().contiguous()
-    return out_TO if bias_O is None else out_TO.add_(bias_O)
 
 
 class RmsNorm:

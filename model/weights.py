@@ -4,7 +4,7 @@ Each tensor is mapped, and only the rows and columns this rank holds are touched
 one, the quantisation blocks that hold them. q, k and v, and gate and up, become one matrix each.
 
     H local query heads, K local KV heads, D head dim, E hidden size, M this rank's share of the
-    intermediate size, V of the vocabulary, Q = H + 2K; a matrix has its outputs first
+    intermediate size, Q = H + 2K; a matrix has its outputs first
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from model.config import DecoderConfig
 from model.layers import RmsNorm
+from model.linear import DenseLinear, Linear
 from model.rope import inverse_frequencies
 from model.shard import Shard
 from model.stored_tensor import RawBytes, StoredTensor, TensorBytes
@@ -36,22 +37,20 @@ CHUNK_VALUES = 1 << 24  # dequantised at a time: 64 MiB of fp32
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: RmsNorm
-    qkv_QDE: Tensor  # as a matrix: [Q * D, E]
-    qkv_bias_QD: Tensor | None
+    qkv: Linear  # [Q * D, E] and its bias
     qk_norm: RmsNorm | None  # q's weight for each query head, then k's for each KV head
-    o_EHD: Tensor  # as a matrix: [E, H * D]
-    o_bias_E: Tensor | None
+    o: Linear  # [E, H * D]
+    o_bias_E: Tensor | None  # apart: it is added once, after the ranks have added up
     mlp_norm: RmsNorm
-    gate_up_ME: Tensor  # [2 * M, E]
-    gate_up_bias_M: Tensor | None
-    down_EM: Tensor
+    gate_up: Linear  # [2 * M, E] and its bias
+    down: Linear  # [E, M]
     down_bias_E: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    embedding_VE: Tensor
-    lm_head_VE: Tensor  # the embedding itself when tied
+    embedding: Linear
+    lm_head: Linear  # the embedding itself when tied
     final_norm: RmsNorm
     layers: tuple[LayerWeights, ...]
     frequencies_F: Tensor  # of rope, fp32
@@ -66,17 +65,16 @@ def read_weights(
 ) -> DecoderWeights:
     """Read what `shard` holds. Raises BadModelFile if a file has shrunk since it was opened."""
     reader = _Reader(config, tensors, shard, device, dtype)
-    embedding_VE = reader.rows(["embedding"], None, [shard.vocabulary])
-    lm_head_VE = embedding_VE
+    embedding = lm_head = reader.column_parallel(["embedding"], None, [shard.vocabulary])
     if not config.tied_embeddings:
-        lm_head_VE = reader.rows(["lm_head"], None, [shard.vocabulary])
+        lm_head = reader.column_parallel(["lm_head"], None, [shard.vocabulary])
     rope_freqs_F = None
     if tensors.rope_freqs is not None:
         rope_freqs_F = torch.empty(tensors.rope_freqs.shape)
         reader.fill(rope_freqs_F, tensors.rope_freqs)
     return DecoderWeights(
-        embedding_VE=embedding_VE,
-        lm_head_VE=lm_head_VE,
+        embedding=embedding,
+        lm_head=lm_head,
         final_norm=reader.norm("final_norm", None),
         layers=tuple(reader.layer(layer) for layer in range(config.num_layers)),
         frequencies_F=inverse_frequencies(config, rope_freqs_F).to(device),
@@ -102,31 +100,34 @@ class _Reader:
 
     def layer(self, layer: int) -> LayerWeights:
         config, shard = self._config, self._shard
-        qkv, qkv_rows = ["q", "k", "v"], [shard.query_rows, shard.kv_rows, shard.kv_rows]
-        mlp, mlp_rows = ["gate", "up"], [shard.middle, shard.middle]
-        qkv_bias, mlp_bias = ["q_bias", "k_bias", "v_bias"], ["gate_bias", "up_bias"]
+        qkv_rows, mlp_rows = [shard.query_rows, shard.kv_rows, shard.kv_rows], [shard.middle] * 2
         return LayerWeights(
             attention_norm=self.norm("attention_norm", layer),
-            qkv_QDE=self.rows(qkv, layer, qkv_rows),
-            qkv_bias_QD=self.rows(qkv_bias, layer, qkv_rows) if config.attention_bias else None,
+            qkv=self.column_parallel(["q", "k", "v"], layer, qkv_rows, config.attention_bias),
             qk_norm=self._qk_norm(layer) if config.qk_norm else None,
-            o_EHD=self._columns("o", layer, shard.query_rows),
+            o=self._row_parallel("o", layer, shard.query_rows),
             o_bias_E=self.whole("o_bias", layer) if config.output_bias else None,
             mlp_norm=self.norm("mlp_norm", layer),
-            gate_up_ME=self.rows(mlp, layer, mlp_rows),
-            gate_up_bias_M=self.rows(mlp_bias, layer, mlp_rows) if config.mlp_bias else None,
-            down_EM=self._columns("down", layer, shard.middle),
+            gate_up=self.column_parallel(["gate", "up"], layer, mlp_rows, config.mlp_bias),
+            down=self._row_parallel("down", layer, shard.middle),
             down_bias_E=self.whole("down_bias", layer) if config.mlp_bias else None,
         )
+
+    def column_parallel(
+        self, roles: Sequence[str], layer: int | None, rows: Sequence[range], biased: bool = False
+    ) -> Linear:
+        """The given rows of each matrix as one, with the biases of the same rows."""
+        bias_O = self._rows([f"{role}_bias" for role in roles], layer, rows) if biased else None
+        return DenseLinear(self._rows(roles, layer, rows), bias_O)
 
     def norm(self, role: str, layer: int | None) -> RmsNorm:
         return RmsNorm(self.whole(role, layer), self._config.rms_norm_eps)
 
     def whole(self, role: str, layer: int | None) -> Tensor:
         stored = self._tensors.of(role, layer)
-        return self.rows([role], layer, [range(stored.shape[0])])
+        return self._rows([role], layer, [range(stored.shape[0])])
 
-    def rows(self, roles: Sequence[str], layer: int | None, rows: Sequence[range]) -> Tensor:
+    def _rows(self, roles: Sequence[str], layer: int | None, rows: Sequence[range]) -> Tensor:
         """The given rows of each tensor, one tensor under the other."""
         first = self._tensors.of(roles[0], layer)
         out = self._empty(sum(map(len, rows)), *first.shape[1:])
@@ -159,11 +160,11 @@ class _Reader:
             values = read(raw, stored, part, cols)
             out[start - rows.start :][: len(part)].copy_(values)
 
-    def _columns(self, role: str, layer: int, cols: range) -> Tensor:
+    def _row_parallel(self, role: str, layer: int, cols: range) -> Linear:
         stored = self._tensors.of(role, layer)
         out = self._empty(stored.shape[0], len(cols))
         self.fill(out, stored, cols=cols)
-        return out
+        return DenseLinear(out)
 
     def _qk_norm(self, layer: int) -> RmsNorm:
         width = self._config.head_dim

@@ -117,7 +117,7 @@ def test_a_rank_holds_its_own_weights_only(tinies: dict[str, Tiny], tp: int) -> 
 
     def measure(head_map: HeadMap, comm: Comm) -> Model:
         model = load(head_map, comm, source, 16)
-        sizes.append(sum(t.numel() for t in tensors_of(model)))
+        sizes.append(sum(values_of(model)))
         return model
 
     PagedRun(measure, head_map)
@@ -127,13 +127,19 @@ def test_a_rank_holds_its_own_weights_only(tinies: dict[str, Tiny], tp: int) -> 
     assert max(sizes) - min(sizes) <= 0.4 * max(sizes)
 
 
-def tensors_of(model: Any) -> list[torch.Tensor]:
+def values_of(model: Any) -> list[int]:
+    """How many fp32 values each part of the weights takes."""
     weights = model._weights
-    listed = [weights.embedding_VE, weights.final_norm.weight, weights.frequencies_F]
+    parts = [weights.embedding, weights.final_norm, weights.frequencies_F]
     for layer in weights.layers:
-        values = [getattr(layer, name) for name in type(layer).__slots__]
-        listed += [getattr(value, "weight", value) for value in values if value is not None]
-    return listed
+        parts += [getattr(layer, name) for name in type(layer).__slots__]
+    return [size_of(part) // 4 for part in parts if part is not None]
+
+
+def size_of(part: Any) -> int:
+    tensor = getattr(part, "weight", part)  # of a norm
+    size: int = tensor.nbytes if isinstance(tensor, torch.Tensor) else part.num_bytes
+    return size
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
