@@ -13,7 +13,8 @@ def carry(
 ) -> int:
     """Copy what the reservation lacks; return how many blocks that was."""
     skipped = at.num_cached_blocks
-    source, target = block_table[skipped:], at.block_table[skipped:]
+    source = block_table[skipped:]
+    target = at.block_table[skipped:][: len(source)]
     heads = range(3)
     for layer in range(prefill.store.num_layers if target else 0):
         cells = prefill.store.gather_cells(layer, source, heads)
