@@ -113,7 +113,7 @@ def test_looking_at_the_likeliest_first_changes_nothing(
     logits_RV = torch.tensor(rng.integers(0, 6, (200, VOCAB)), dtype=torch.float32)  # many ties
     draws = [random_draw(rng, row) for row in range(200)]
     full = sample(logits_RV, draws)
-    monkeypatch.setattr("engine.sampler._LIKELIEST", likeliest)
+    monkeypatch.setattr("kernels.sample_tokens.LIKELIEST", likeliest)
     assert sample(logits_RV, draws) == full
 
 

@@ -6,8 +6,9 @@ python tests/kernels/against_reference.py cuda
 
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,16 +16,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks, copy_blocks_reference
 from kernels.gather_blocks import gather_cells, gather_cells_reference
-from kernels.paged_attention import paged_attention, paged_attention_reference
 from kernels.scatter_blocks import scatter_cells, scatter_cells_reference
 from kernels.write_kv import write_kv, write_kv_reference
-from tests.kernels.samples import MEMORY_ORDERS, SHAPES, in_memory_order, paged
-
-Case = tuple[str, Callable[[], None]]
+from tests.kernels.attention_cases import attention_cases
+from tests.kernels.cases import Case, random_bits, same_bits
+from tests.kernels.layer_cases import layer_cases
+from tests.kernels.samples import MEMORY_ORDERS, in_memory_order
+from tests.kernels.sampling_cases import sampling_cases
 
 POOLS = [  # N blocks, P planes, H heads, S slots, D head dim
     (5, 2, 3, 16, 64),
@@ -34,7 +35,6 @@ POOLS = [  # N blocks, P planes, H heads, S slots, D head dim
 ]
 PARTS = (1, 2, 8)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -46,25 +46,9 @@ def cases(device: str) -> Iterator[Case]:
             yield f"copy_blocks {name}", partial(copy, shape, dtype, device)
             if shape[1] == 2:
                 yield f"write_kv {name}", partial(write, shape, dtype, device)
-    for name in SHAPES:
-        for dtype in TOLERANCE:
-            yield f"paged_attention {name} {dtype}", partial(attend, name, dtype, device)
-    for name in ("smollm2 decode", "chunks"):
-        yield f"paged_attention {name} block sizes", partial(attend_alike, name, device)
-        yield f"paged_attention {name} memory orders", partial(attend_in_any_order, name, device)
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
-    """Any bits at all, NaN payloads included: a copy must not touch them."""
-    rng = torch.Generator().manual_seed(seed)
-    num_bytes = torch.empty(shape, dtype=dtype).nbytes
-    raw = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=rng)
-    return raw.view(dtype).view(shape).to(device)
-
-
-def same_bits(got: Tensor, want: Tensor) -> None:
-    assert got.shape == want.shape and got.dtype == want.dtype
-    assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+    yield from attention_cases(device)
+    yield from layer_cases(device)
+    yield from sampling_cases(device)
 
 
 def ways_to_cut(num_heads: int) -> Iterator[tuple[tuple[int, int], int, str]]:
@@ -122,41 +106,15 @@ def write(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
         same_bits(pool, want)
 
 
-def attend(name: str, dtype: torch.dtype, device: str) -> None:
-    sample = paged(SHAPES[name], 16, dtype, device)
-    tolerance = TOLERANCE[dtype]
-    want = paged_attention_reference(*paged(SHAPES[name], 16, dtype).arguments)
-    out = paged_attention(*sample.arguments).cpu()
-    torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
-
-
-def attend_alike(name: str, device: str) -> None:
-    dtype = torch.float32
-    first = paged_attention(*paged(SHAPES[name], 128, dtype, device, fragmented=False).arguments)
-    for block_size in (8, 16, 32, 64):
-        q, pool, *tables, scale = paged(SHAPES[name], block_size, dtype, device).arguments
-        narrow = [table.int() for table in tables]
-        out = paged_attention(q, pool, narrow[0], narrow[1], narrow[2], scale)
-        assert torch.equal(out, first), f"block size {block_size}"
-
-
-def attend_in_any_order(name: str, device: str) -> None:
-    q, pool, *tables, scale = paged(SHAPES[name], 16, torch.float32, device).arguments
-    first = paged_attention(q, pool, tables[0], tables[1], tables[2], scale)
-    for order in MEMORY_ORDERS:
-        same = in_memory_order(pool, order)
-        out = paged_attention(q, same, tables[0], tables[1], tables[2], scale)
-        assert torch.equal(out, first), order
-
-
 def main(device: str) -> int:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     assert device == "cuda" or interpreted, "on a CPU, set TRITON_INTERPRET=1"
     num_failed = 0
     for name, check in cases(device):
         try:
+            began = time.perf_counter()
             check()
-            print(f"ok     {name}")
+            print(f"ok     {name} ({time.perf_counter() - began:.1f} s)")
         except Exception:
             num_failed += 1
             print(f"FAILED {name}")

@@ -9,8 +9,19 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.copy_blocks import _copy_blocks  # noqa: E402
 from kernels.gather_blocks import _gather_cells  # noqa: E402
-from kernels.paged_attention import DOT_DTYPES, TILE, _paged_attention  # noqa: E402
+from kernels.paged_attention import (  # noqa: E402
+    DOT_DTYPES,
+    SPLIT,
+    TILE,
+    _join_splits,
+    _paged_attention,
+)
+from kernels.quantise_kv import _read_kv_quantised, _write_kv_quantised  # noqa: E402
+from kernels.rms_norm import _rms_norm  # noqa: E402
+from kernels.rotate_write import _rotate_write  # noqa: E402
+from kernels.sample_tokens import _sample_tokens  # noqa: E402
 from kernels.scatter_blocks import _scatter_cells  # noqa: E402
+from kernels.silu_multiply import _silu_multiply  # noqa: E402
 from kernels.write_kv import _write_kv  # noqa: E402
 
 AMPERE, HOPPER = 80, 90
@@ -44,10 +55,54 @@ def test_the_copying_kernels_compile(kernel: object, pointers: dict[str, str]) -
     compiled_shared_bytes(kernel, pointers, constants, HOPPER)
 
 
-@pytest.mark.parametrize(("capability", "queries"), [(AMPERE, 8), (HOPPER, 2)])
-def test_attention_compiles_and_fits_shared_memory(capability: int, queries: int) -> None:
-    values = {"q": "*bf16", "pool": "*bf16", "out": "*bf16", "scale_log2": "fp32"}
-    tables = dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i64")
+LAYER_KERNELS = [
+    (_rms_norm, {"WIDTH": 4096, "SUMMED": True}),
+    (_silu_multiply, {"CHUNK": 1024}),
+    (_rotate_write, {"WIDTH": 128}),
+    (_write_kv_quantised, {"WHOLE": False, "WIDTH": 128}),
+    (_read_kv_quantised, {"CHUNK": 1024}),
+    (_join_splits, {"WIDTH": 128, "SPLIT": SPLIT}),
+    (_sample_tokens, {"SORTS": True, "CHUNK": 4096}),
+    (_sample_tokens, {"SORTS": False, "CHUNK": 4096}),
+]
+FLOATS = ("x", "residual", "weights", "out", "gate_up", "q", "k", "v", "cos", "sin", "kv")
+TYPES = {
+    **dict.fromkeys(FLOATS, "*bf16"),
+    **dict.fromkeys(("scales", "parts", "tops", "totals"), "*fp32"),
+    **dict.fromkeys(("slots", "block_ids", "query_starts", "context_lens"), "*i64"),
+    **dict.fromkeys(("eps", "most", "tiny", "scale_log2"), "fp32"),
+    "pool": "*bf16",
+    "block_tables": "*i64",
+    "logits": "*fp32",
+    **dict.fromkeys(("temperatures", "min_ps", "top_ps", "noises"), "*fp64"),
+    **dict.fromkeys(("top_ks", "tokens"), "*i64"),
+}
+
+
+@pytest.mark.parametrize(("kernel", "constants"), LAYER_KERNELS, ids=lambda value: str(value)[:40])
+def test_the_kernels_of_a_layer_compile(kernel: object, constants: dict[str, object]) -> None:
+    pool = "*fp8e4nv" if kernel in (_write_kv_quantised, _read_kv_quantised) else "*bf16"
+    types = {name: kind for name, kind in TYPES.items() if name in kernel.arg_names}  # type: ignore[attr-defined]
+    if "pool" in types:
+        types["pool"] = pool
+    if kernel is _sample_tokens:
+        types["weights"] = "*fp64"
+    compiled_shared_bytes(kernel, types, constants, HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("capability", "queries", "split", "windowed", "stored"),
+    [
+        (AMPERE, 8, 0, False, "*bf16"),
+        (AMPERE, 8, 0, True, "*i8"),
+        (HOPPER, 2, SPLIT, False, "*bf16"),
+        (HOPPER, 2, SPLIT, True, "*fp8e4nv"),
+    ],
+)
+def test_attention_compiles_and_fits_shared_memory(
+    capability: int, queries: int, split: int, windowed: bool, stored: str
+) -> None:
+    types = {name: kind for name, kind in TYPES.items() if name in _paged_attention.arg_names}
     constants: dict[str, object] = {
         "slot_stride": 128,
         "num_slots": 16,
@@ -57,7 +112,11 @@ def test_attention_compiles_and_fits_shared_memory(capability: int, queries: int
         "QUERIES": queries,
         "WIDTH": 128,
         "TILE": TILE,
+        "SPLIT": split,
+        "WINDOWED": windowed,
+        "QUANTISED": stored != "*bf16",
         "DOT": DOT_DTYPES[torch.bfloat16],
     }
-    shared = compiled_shared_bytes(_paged_attention, values | tables, constants, capability)
+    types["pool"] = stored
+    shared = compiled_shared_bytes(_paged_attention, types, constants, capability)
     assert shared <= SHARED_BYTES[capability]
