@@ -9,11 +9,11 @@ E hidden size, M this rank's share of the intermediate size, V of the vocabulary
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.paged_attention import paged_attention
-from kernels.write_kv import write_kv
+from kernels.rotate_write import rotate_write
+from kernels.silu_multiply import silu_multiply
 from kvcache.head_map import HeadMap
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
@@ -21,7 +21,7 @@ from model.batch import Batch
 from model.comm import Comm
 from model.config import DecoderConfig
 from model.model import OnLayer
-from model.rope import rotate, rotation
+from model.rope import rotation
 from model.shard import Shard, split
 from model.weights import DecoderWeights, LayerWeights
 
@@ -57,8 +57,8 @@ class Decoder:
     def _forward(self, batch: Batch, store: KvStore, on_layer: OnLayer) -> Tensor | None:
         weights = self._weights
         x_TE = self._embed(batch.token_ids_T)
-        cos_T1D, sin_T1D = rotation(batch.positions_T, weights.frequencies_F)
-        rope = (cos_T1D.to(x_TE.dtype), sin_T1D.to(x_TE.dtype))
+        cos_TD, sin_TD = rotation(batch.positions_T, weights.frequencies_F)
+        rope = (cos_TD.to(x_TE.dtype), sin_TD.to(x_TE.dtype))
         for number, layer in enumerate(weights.layers):
             pool_NPHSD = store.layer(number)
             q_THD = self._write(layer, layer.attention_norm(x_TE), rope, batch, pool_NPHSD)
@@ -102,11 +102,8 @@ class Decoder:
         qk_THD, v_THD = qkv_THD[:, : num_query + num_kv], qkv_THD[:, num_query + num_kv :]
         if layer.qk_norm is not None:
             qk_THD = layer.qk_norm(qk_THD)
-        qk_THD = rotate(qk_THD, *rope)
-        k_THD = qk_THD[:, num_query:]
-        dtype = pool_NPHSD.dtype
-        write_kv(pool_NPHSD, k_THD.to(dtype), v_THD.to(dtype), batch.slots_T)
-        return qk_THD[:, :num_query]
+        q_THD, k_THD = qk_THD[:, :num_query], qk_THD[:, num_query:]
+        return rotate_write(q_THD, k_THD, v_THD, *rope, pool_NPHSD, batch.slots_T)
 
     def _attend(self, q_THD: Tensor, batch: Batch, pool_NPHSD: Tensor) -> Tensor:
         return paged_attention(
@@ -120,9 +117,7 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x_TE: Tensor) -> Tensor:
         h_TE = layer.mlp_norm(x_TE)
-        gate_up_TM = layer.gate_up(h_TE)
-        width = gate_up_TM.shape[1] // 2
-        return layer.down(F.silu(gate_up_TM[:, :width]).mul_(gate_up_TM[:, width:]))
+        return layer.down(silu_multiply(layer.gate_up(h_TE)))
 
     def _add(self, x_TE: Tensor, h_TE: Tensor, bias_E: Tensor | None) -> Tensor:
         """A row-parallel product summed into the residual stream, in place; its bias only once."""

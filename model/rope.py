@@ -39,13 +39,7 @@ def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def rotation(positions_T: Tensor, frequencies_F: Tensor) -> tuple[Tensor, Tensor]:
-    """cos_T1D and sin_T1D for `rotate`; the first half of the sines is negated."""
+    """cos_TD and sin_TD for `kernels.rotate_write`; the sines of the first half are negated."""
     angles_TF = positions_T[:, None].float() * frequencies_F
     cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
-    return torch.cat([cos_TF, cos_TF], 1)[:, None], torch.cat([-sin_TF, sin_TF], 1)[:, None]
-
-
-def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """The heads turned to their tokens' positions."""
-    swapped_THD = x_THD.roll(x_THD.shape[-1] // 2, -1)
-    return torch.addcmul(x_THD * cos_T1D, swapped_THD, sin_T1D)
+    return torch.cat([cos_TF, cos_TF], 1), torch.cat([-sin_TF, sin_TF], 1)
