@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-typedef uint64_t (*digest_fn)(const void *, size_t);
+#include "cells.h"
 
 typedef struct {
     int64_t block_stride, plane_stride, head_stride, slot_stride; /* of the pool, in bytes */
@@ -33,20 +33,25 @@ static void copy_cell(char *to, int64_t to_stride, const char *from, int64_t fro
         memcpy(to + slot * to_stride, from + slot * from_stride, at->slot_bytes);
 }
 
-/* Digests, where they are wanted, are made of the copy while a cache still holds it; those of one
- * block lie `digest_stride` apart from those of the next. */
+/* Digests, where they are wanted, are made on the way; those of one block lie `digest_stride` apart
+ * from those of the next. */
 void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
                   char *cells, int64_t block_stride, digest_fn digest, uint64_t *digests,
                   int64_t digest_stride) {
     const int64_t cell_bytes = at->num_slots * at->slot_bytes;
+    const int dense = at->slot_stride == at->slot_bytes;
     for (int64_t b = 0; b < num_blocks; b++) {
         char *to = cells + b * block_stride;
         uint64_t *found = digests ? digests + b * digest_stride : NULL;
         for (int64_t head = at->lo; head < at->hi; head++)
             for (int64_t plane = 0; plane < at->num_planes; plane++) {
                 const char *cell = cell_of(pool, at, blocks[b], head, plane);
-                copy_cell(to, at->slot_bytes, cell, at->slot_stride, at);
-                if (found) *found++ = digest(to, cell_bytes);
+                if (found && dense) {
+                    *found++ = copy_and_digest(to, cell, cell_bytes, digest);
+                } else {
+                    copy_cell(to, at->slot_bytes, cell, at->slot_stride, at);
+                    if (found) *found++ = digest_of(to, cell_bytes, digest);
+                }
                 to += cell_bytes;
             }
     }
@@ -62,7 +67,7 @@ void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t 
         int64_t row = b * digest_stride;
         for (int64_t head = at->lo; head < at->hi; head++)
             for (int64_t plane = 0; plane < at->num_planes; plane++, row++) {
-                if (digests && digest(from, cell_bytes) != digests[row])
+                if (digests && digest_of(from, cell_bytes, digest) != digests[row])
                     bad[row] = 1;
                 else
                     copy_cell(cell_of(pool, at, blocks[b], head, plane), at->slot_stride, from,
@@ -75,5 +80,5 @@ void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t 
 void digest_cells(digest_fn digest, const char *cells, int64_t num_cells, int64_t cell_bytes,
                   uint64_t *digests) {
     for (int64_t i = 0; i < num_cells; i++)
-        digests[i] = digest(cells + i * cell_bytes, cell_bytes);
+        digests[i] = digest_of(cells + i * cell_bytes, cell_bytes, digest);
 }

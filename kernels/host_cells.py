@@ -126,7 +126,7 @@ def load() -> HostCells | None:
     """The compiled functions, or None where they cannot be had or do not do what they should."""
     try:
         library = ctypes.CDLL(str(compiled(SOURCE)))
-        # The very code that the package `xxhash` runs, without a call through Python for each cell.
+        # The very code that the package `xxhash` runs, for what `cells.h` leaves to it.
         own = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
         digest = ctypes.cast(own.XXH3_64bits, ctypes.c_void_p)
     except (OSError, AttributeError, subprocess.SubprocessError):
@@ -134,6 +134,7 @@ def load() -> HostCells | None:
     for function in (library.gather_cells, library.scatter_cells, library.digest_cells):
         function.restype = None
     made = HostCells(library, digest)
-    sample = np.frombuffer(SAMPLE, dtype=np.uint8).reshape(5, 256)
-    want = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in sample]
-    return made if made.digests(sample).tolist() == want else None
+    samples = [np.frombuffer(SAMPLE, dtype=np.uint8).reshape(rows, -1) for rows in (1, 5, 20)]
+    want = [xxhash.xxh3_64_intdigest(row.tobytes()) for sample in samples for row in sample]
+    found = [digest for sample in samples for digest in made.digests(sample).tolist()]
+    return made if found == want else None

@@ -4,7 +4,7 @@ Each is called where something has just happened, and decides nothing.
 """
 
 import zlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from kvcache.ledger import Ledger
 from kvcache.ledger_row import Account, Book, Origin, Reason, TransferKey, runs
@@ -224,8 +224,11 @@ class ReceivingBook(_TransferBook):
         """A thread verifies and writes it, until `landed` or `given_up`."""
         self._chunk(Account.EXPECTED, Account.STAGED, Reason.ARRIVED, peer, chunk)
 
-    def landed(self, peer: int, chunk: Chunk, bad: Container[Cell]) -> None:
+    def landed(self, peer: int, chunk: Chunk, bad: Collection[Cell]) -> None:
         """Its cells are in their blocks, but for the bad ones."""
+        if not bad:
+            self._chunk(Account.STAGED, Account.WRITTEN, Reason.VERIFIED, peer, chunk)
+            return
         heads = [head for first, count in self._heads[peer] for head in range(first, first + count)]
         run = CellRun(
             layer=chunk.layer,
@@ -233,10 +236,7 @@ class ReceivingBook(_TransferBook):
             num_blocks=chunk.num_blocks,
             heads=heads,
         )
-        if any(cell in bad for cell in cells_of(run)):
-            self._settle(peer, chunk.seq, cells_of(run), bad)
-        else:
-            self._chunk(Account.STAGED, Account.WRITTEN, Reason.VERIFIED, peer, chunk)
+        self._settle(peer, chunk.seq, cells_of(run), bad)
 
     def given_up(self, peer: int, chunk: Chunk) -> None:
         self._chunk(Account.STAGED, Account.DROPPED, Reason.GIVEN_UP, peer, chunk)
