@@ -5,7 +5,8 @@ q_THD, k_THD, v_THD   T new tokens, D head dim; queries have more heads; rows of
 cos_TD, sin_TD        of each position, the sines of the first half negated (`model.rope.rotation`)
 pool_NPHSD            N blocks, planes K and V, S slots a block; written in place; of any strides as
                       long as a row of D is contiguous
-slots_T               where each token goes: block_id * S + offset, all different, int64
+slots_T               where each token goes: block_id * S + offset, all different, int64; those of
+                      padding are negative, and nothing is written of it
 out_THD               the turned queries
 
 Each half of a head is turned against the other (Su et al., arXiv 2104.09864).
@@ -30,7 +31,11 @@ def rotate_write_reference(
     """What `rotate_write` means."""
     turned_q, turned_k = (rotate(x_THD, cos_TD, sin_TD) for x_THD in (q_THD, k_THD))
     dtype = pool_NPHSD.dtype
-    write_kv_reference(pool_NPHSD, turned_k.to(dtype), v_THD.to(dtype), slots_T)
+    turned_k, v_THD = turned_k.to(dtype), v_THD.to(dtype)
+    real_T = slots_T >= 0
+    if not bool(real_T.all()):
+        turned_k, v_THD, slots_T = turned_k[real_T], v_THD[real_T], slots_T[real_T]
+    write_kv_reference(pool_NPHSD, turned_k, v_THD, slots_T)
     return turned_q
 
 
@@ -98,6 +103,7 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     else:
         head -= num_queries
         slot = tl.load(slots + token).to(tl.int64)
+        inside &= slot >= 0
         row = slot // num_slots * block_stride + head * head_stride
         row += slot % num_slots * slot_stride
         turned = _turned(k + token * k_token + head * k_head, cosines, sines, half, dims, inside)

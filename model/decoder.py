@@ -51,10 +51,15 @@ class Decoder:
     @torch.no_grad()
     def forward(self, batch: Batch, store: KvStore, on_layer: OnLayer) -> Tensor | None:
         with torch.inference_mode():
-            logits_RV = self._forward(batch, store, on_layer)
+            logits_RV = self.compute(batch, store, on_layer)
         return None if logits_RV is None else logits_RV.clone()  # an ordinary tensor again
 
-    def _forward(self, batch: Batch, store: KvStore, on_layer: OnLayer) -> Tensor | None:
+    @property
+    def num_ranks(self) -> int:
+        return self._comm.size
+
+    def compute(self, batch: Batch, store: KvStore, on_layer: OnLayer) -> Tensor | None:
+        """`forward` as it is under `torch.inference_mode`, which it must be called in."""
         weights = self._weights
         x_TE = self._embed(batch.token_ids_T)
         cos_TD, sin_TD = rotation(batch.positions_T, weights.frequencies_F)

@@ -7,6 +7,7 @@ from kvcache.spec import CacheSpec
 from model.checksum import ChecksumModel
 from model.comm import Comm
 from model.config import ChecksumConfig, DecoderConfig
+from model.decode_graphs import DecodeGraphs
 from model.decoder import Decoder
 from model.model import Model
 from model.shard import Shard
@@ -28,4 +29,6 @@ def load(
     assert tensors is not None
     shard = Shard.of(config, head_map, comm.rank)
     weights = read_weights(config, tensors, shard, device, DTYPES[spec.dtype])
-    return Decoder(config, head_map, comm, weights, spec)
+    decoder = Decoder(config, head_map, comm, weights, spec)
+    on_one_device = torch.device(device).type == "cuda" and comm.size == 1
+    return DecodeGraphs(decoder) if on_one_device else decoder

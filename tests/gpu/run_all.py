@@ -21,11 +21,16 @@ from torch import Tensor
 from kernels.copy_blocks import copy_blocks
 from kernels.gather_blocks import gather_cells
 from kernels.paged_attention import paged_attention
+from kernels.quantise_kv import read_kv_quantised, write_kv_quantised
+from kernels.rms_norm import rms_norm
+from kernels.rotate_write import rotate_write
+from kernels.sample_tokens import Filters, sample_tokens, sample_tokens_reference
 from kernels.scatter_blocks import scatter_cells
+from kernels.silu_multiply import silu_multiply
 from kernels.write_kv import write_kv
 
 CHECKS = Path(__file__).parents[1] / "kernels" / "against_reference.py"
-CHECKS_TIMEOUT_S = 240
+CHECKS_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,54 @@ def moved_gb_s(geometry: Geometry, device: str, dtype: torch.dtype) -> dict[str,
     }
 
 
+def layer_gb_s(geometry: Geometry, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes read plus written a second by each kernel of a layer, and by sampling, per pass."""
+    num_tokens, dim, kv_heads = 4_096, geometry.head_dim, geometry.num_kv_heads
+    query_heads = kv_heads * geometry.group
+    x = torch.randn(num_tokens, query_heads * dim, device=device, dtype=dtype)
+    residual, weights = x.clone(), torch.ones(1, x.shape[1], device=device, dtype=dtype)
+    gate_up = torch.randn(num_tokens, 8 * x.shape[1], device=device, dtype=dtype)
+    qkv = torch.randn(num_tokens, query_heads + 2 * kv_heads, dim, device=device, dtype=dtype)
+    q, k, v = torch.split(qkv, [query_heads, kv_heads, kv_heads], 1)
+    angles = torch.ones(num_tokens, dim, device=device, dtype=dtype)
+    pool = _pool(geometry, device, dtype)
+    narrow = torch.zeros(pool.shape, device=device, dtype=torch.int8)
+    scales = torch.zeros(pool.shape[:4], device=device)
+    slots = torch.randperm(geometry.num_blocks * geometry.block_size, device=device)[:num_tokens]
+    blocks = torch.randperm(geometry.num_blocks, device=device)[: geometry.num_blocks // 2]
+    cells = len(blocks) * pool[0].numel()
+    kv_bytes = k.nbytes + v.nbytes
+    actions: dict[str, tuple[Callable[[], object], int]] = {
+        "rms_norm": (lambda: rms_norm(x, weights, 1e-5, residual), 4 * x.nbytes),
+        "silu_multiply": (lambda: silu_multiply(gate_up), gate_up.nbytes * 3 // 2),
+        "rotate_write": (
+            lambda: rotate_write(q, k, v, angles, angles, pool, slots),
+            2 * (q.nbytes + kv_bytes) + 2 * angles.nbytes,
+        ),
+        "quantise_kv, write": (
+            lambda: write_kv_quantised(narrow, scales, k, v, slots),
+            kv_bytes + kv_bytes // dtype.itemsize,
+        ),
+        "quantise_kv, read": (
+            lambda: read_kv_quantised(narrow, scales, blocks, dtype),
+            cells * (1 + dtype.itemsize),
+        ),
+    }
+    return {
+        name: num_bytes / seconds(action, device) / 1e9
+        for name, (action, num_bytes) in actions.items()
+    }
+
+
+def sampling_ms(device: str, num_draws: int, vocabulary: int) -> tuple[float, float]:
+    """Of a batch's top-p draws: by the kernel, and by sorting as the reference does."""
+    logits = torch.randn(num_draws, vocabulary, device=device) * 4
+    ones = torch.ones(num_draws, device=device, dtype=torch.float64)
+    filters = Filters(ones, ones * 0, torch.zeros_like(ones).long(), ones * 0.9, ones * 0.5)
+    ours = seconds(lambda: sample_tokens(logits, filters, True), device)
+    return ours * 1e3, seconds(lambda: sample_tokens_reference(logits, filters, True), device) * 1e3
+
+
 def decode_gb_s(
     geometry: Geometry, device: str, dtype: torch.dtype, batch: int, context: int
 ) -> float:
@@ -145,12 +198,16 @@ def report(device: str) -> None:
         print(f"\n{geometry.name}, one layer, blocks of {geometry.block_size}, bfloat16")
         for name, speed in moved_gb_s(geometry, device, dtype).items():
             print(f"  {name:<34}{speed:8.0f} GB/s {speed / peak:6.1%} of the copy")
+        for name, speed in layer_gb_s(geometry, device, dtype).items():
+            print(f"  {name:<34}{speed:8.0f} GB/s {speed / peak:6.1%} of the copy")
         for batch, context in ((1, 8_192), (32, 2_048), (128, 2_048)):
             speed = decode_gb_s(geometry, device, dtype, batch, context)
             name = f"decode, {batch} x {context:,} tokens"
             print(f"  {name:<34}{speed:8.0f} GB/s {speed / peak:6.1%} of the copy")
         speed = prefill_tflop_s(geometry, device, dtype, 4_096)
         print(f"  {'prefill, 4,096 tokens':<34}{speed:8.1f} TFLOP/s", flush=True)
+    ours, sorting = sampling_ms(device, num_draws=32, vocabulary=128_256)
+    print(f"\nsample_tokens, 32 draws of 128,256: {ours:.2f} ms, by sorting {sorting:.2f} ms")
 
 
 def main() -> int:

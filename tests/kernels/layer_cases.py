@@ -76,6 +76,7 @@ def turn(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     cos = torch.cat([angles.cos()] * 2, 1).to(dtype)
     sin = torch.cat([-angles.sin(), angles.sin()], 1).to(dtype)
     slots = torch.randperm(4 * 16, generator=torch.Generator().manual_seed(2))[:5]
+    slots[4] = -1
     cut = [num_queries, num_kv, num_kv]
     for order, kept in zip(MEMORY_ORDERS, (dtype, torch.float16, dtype), strict=True):
         want_pool = random_values((4, 2, num_kv, 16, dim), kept, seed=3)

@@ -1,4 +1,5 @@
-"""Runs a saved model through paged stores and saves the logits: chunks, then a batch that decodes.
+"""Runs a saved model through paged stores and saves the logits: chunks, then a batch that decodes;
+the first one also with its decode steps recorded.
 
 TRITON_INTERPRET=1 python tests/model/by_kernels.py OUT FOLDER...
 """
@@ -6,6 +7,7 @@ TRITON_INTERPRET=1 python tests/model/by_kernels.py OUT FOLDER...
 import os
 import random
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,33 +18,53 @@ from torch import Tensor
 
 from kvcache.head_map import HeadMap
 from model.comm import Comm
+from model.decode_graphs import Compute, DecodeGraphs
+from model.decoder import Decoder
 from model.model import Model
 from model.source import ModelSource, open_model
 from tests.model.paged_run import PagedRun
 
-TOKENS = random.Random(3).choices(range(101), k=24)
+TOKENS = random.Random(3).choices(range(101), k=16)
 
 
-def load(head_map: HeadMap, comm: Comm, source: ModelSource) -> Model:
-    return source.load(head_map, comm.rank, comm, block_size=8)
+def load(head_map: HeadMap, comm: Comm, source: ModelSource, recorded: bool) -> Model:
+    model = source.load(head_map, comm.rank, comm, block_size=8)
+    if not recorded:
+        return model
+    assert isinstance(model, Decoder)
+    return DecodeGraphs(model, computed_again)
 
 
-def logits_of_a_run(folder: str) -> Tensor:
+def computed_again(compute: Compute) -> tuple[Tensor, Callable[[], None]]:
+    """Stands in for a CUDA graph: the same work over the same memory."""
+    result = compute()
+
+    def replay() -> None:
+        with torch.inference_mode():
+            result.copy_(compute())
+
+    return result, replay
+
+
+def logits_of_a_run(folder: str, recorded: bool = False) -> Tensor:
     source = open_model(folder)
     config = source.config
     head_map = HeadMap.even(config.num_query_heads, config.num_kv_heads, 1)
-    run = PagedRun(partial(load, source=source), head_map)
-    chunks = run.prefill("a", TOKENS, chunk=11)
+    run = PagedRun(partial(load, source=source, recorded=recorded), head_map)
+    chunks = run.prefill("a", TOKENS, chunk=9)
     run.prefill("b", TOKENS[:5])
-    steps = [run.step({"a": [token], "b": [token + 1]}) for token in (3, 7)]
-    return torch.cat([chunks, *steps])
+    run.prefill("c", TOKENS[:8])
+    steps = [run.step({"a": [token], "b": [token + 1], "c": [5]}) for token in (3, 7)]
+    return torch.cat([chunks, *steps, run.step({"b": [9]})])
 
 
 def main(out: str, *folders: str) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise SystemExit("set TRITON_INTERPRET=1")
     torch.set_num_threads(1)
-    torch.save({folder: logits_of_a_run(folder) for folder in folders}, out)
+    logits = {(folder, False): logits_of_a_run(folder) for folder in folders}
+    logits[folders[0], True] = logits_of_a_run(folders[0], recorded=True)
+    torch.save(logits, out)
 
 
 if __name__ == "__main__":
