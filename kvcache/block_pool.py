@@ -22,6 +22,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from kvcache.block_hash import BlockHash
 from kvcache.ledger import Ledger
@@ -32,10 +33,21 @@ class OutOfBlocks(Exception):
     """The pool cannot serve the request; the caller must wait, preempt or refuse."""
 
 
+class Tier(Enum):
+    """Which memory of a worker a block is in, nearest first. A pool's own blocks are all near."""
+
+    DEVICE = "g"  # where the model computes, whatever that is
+    HOST = "h"  # beside it: loaded back before it is used
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
+    """`depth` is the number of blocks before this one in its chain."""
+
     name: BlockHash
     parent: BlockHash | None
+    depth: int = 0
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,7 @@ class Block:
     refcount: int = 0
     name: BlockHash | None = None
     parent: int | None = None  # the block whose name this one's hangs under
+    depth: int = 0  # blocks between its name and the root
     children: set[int] = field(default_factory=set)
     released_at: int = 0  # on the pool's own count of releases
 
@@ -180,8 +193,9 @@ class BlockPool:
             block.parent = self._named[parent]
             self._blocks[block.parent].children.add(block_id)
         block.name = name
+        block.depth = 0 if block.parent is None else self._blocks[block.parent].depth + 1
         self._named[name] = block_id
-        self._record(Stored(name, parent))
+        self._record(Stored(name, parent, block.depth))
         return True
 
     def writable(self, block_id: int, promised: int = 0) -> tuple[int, bool]:
@@ -244,7 +258,11 @@ class BlockPool:
     def resident_blocks(self) -> list[Stored]:
         """`resident` with each name's parent: the events that tell all of it anew."""
         return [
-            Stored(name, None if block.parent is None else self._blocks[block.parent].name)
+            Stored(
+                name,
+                None if block.parent is None else self._blocks[block.parent].name,
+                block.depth,
+            )
             for name, block in ((name, self._blocks[i]) for name, i in self._named.items())
         ]
 

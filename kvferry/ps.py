@@ -38,7 +38,7 @@ async def ps(redis_url: str, key_prefix: str, console: Console) -> None:
 
 
 async def registered(redis_url: str, key_prefix: str) -> list[WorkerRecord]:
-    index = RedisIndex(redis_url, MonotonicClock(), prefix=f"{key_prefix}:")
+    index = RedisIndex(redis_url, MonotonicClock(), prefix=key_prefix)
     try:
         return await index.workers()
     except IndexUnavailable as error:

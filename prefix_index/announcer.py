@@ -33,9 +33,11 @@ from prefix_index.index import (
     OutOfStep,
     PrefixIndex,
     PrefixIndexError,
+    Removed,
     Residency,
     StaleEpoch,
     Stored,
+    Tier,
     WorkerRecord,
 )
 
@@ -54,7 +56,7 @@ class AnnouncerState(Enum):
 
 class Announcer:
     """`source` gives the load and the pool's events since it was last asked, in order; `resident`
-    gives the names of all its blocks, parents before children. Both are called on the event loop
+    gives all its blocks, parents before children. Both are called on the event loop
     and return at once. Events between the two calls may be told twice, never lost.
     """
 
@@ -63,7 +65,7 @@ class Announcer:
         index: PrefixIndex,
         record: WorkerRecord,
         source: Callable[[], tuple[Load, Sequence[BlockEvent]]],
-        resident: Callable[[], Sequence[BlockHash]],
+        resident: Callable[[], Sequence[BlockEvent]],
         clock: Clock,
         *,
         heartbeat_s: float = 1.0,
@@ -88,7 +90,8 @@ class Announcer:
         self._load = record.load
         self._acknowledged = EMPTY  # what the index held when it last answered
         self._pending: deque[BlockEvent] = deque()  # each changes the set; not acknowledged yet
-        self._names: set[BlockHash] | None = None  # the set after `pending`; None: ask `resident`
+        # What there is after `pending`, and in which tier; None: ask `resident`.
+        self._names: dict[BlockHash, Tier] | None = None
 
     @property
     def num_pending(self) -> int:
@@ -146,12 +149,20 @@ class Announcer:
         if self._names is None:
             return
         for event in events:
-            if isinstance(event, Stored) == (event.name not in self._names):
-                self._pending.append(event)
-                if isinstance(event, Stored):
-                    self._names.add(event.name)
-                else:
-                    self._names.remove(event.name)
+            self._queue(event, self._names)
+
+    def _queue(self, event: BlockEvent, names: dict[BlockHash, Tier]) -> None:
+        """A block that has only moved to another tier leaves the set and enters it again."""
+        tier = event.tier if isinstance(event, Stored) else None
+        before = names.get(event.name)
+        if before is tier:
+            return
+        if before is not None:
+            self._pending.append(Removed(event.name))
+            del names[event.name]
+        if tier is not None:
+            self._pending.append(event)
+            names[event.name] = tier
 
     async def _enter(self) -> None:
         held = await self._index.register(self.record.with_load(self._load), self._lease_s)
@@ -172,10 +183,10 @@ class Announcer:
             await self._index.clear(self.record.name, self.record.epoch, number)
             self._acknowledged = replace(self._acknowledged, sequence=number)
         self._absorb()  # what happened before the next line is in what it returns
-        resident = list(dict.fromkeys(self._resident()))
-        self._names = set(resident)
-        self._pending.extend(Stored(name, None) for name in resident)
-        self.num_resyncs += bool(resident)
+        self._names = {}
+        for event in self._resident():
+            self._queue(event, self._names)
+        self.num_resyncs += bool(self._names)
 
     async def _publish_pending(self) -> None:
         while self._pending:

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
-from kvcache.block_pool import BlockEvent, Removed, Stored
+from kvcache.block_pool import BlockEvent, Removed, Stored, Tier
+from prefix_index.events import PackedEvents
 from prefix_index.worker_record import Load, MalformedRecord, Manifest, Role, WorkerRecord
 
 __all__ = [
@@ -47,11 +48,13 @@ __all__ = [
     "StaleEpoch",
     "Stored",
     "Survey",
+    "Tier",
     "WorkerGone",
     "WorkerRecord",
     "WorkerRegistered",
     "changed",
     "fingerprint",
+    "moved",
     "unapplied",
 ]
 
@@ -88,10 +91,13 @@ def fingerprint(names: Iterable[bytes]) -> Fingerprint:
 
 
 def changed(before: Fingerprint, added: Iterable[bytes], removed: Iterable[bytes]) -> Fingerprint:
-    """The fingerprint of a set after it has gained and lost these; UNPROVEN stays UNPROVEN."""
-    if before == UNPROVEN:
-        return UNPROVEN
-    return Fingerprint((before + fingerprint(added) - fingerprint(removed)) % 2**128)
+    """The fingerprint of a set after it has gained and lost these."""
+    return moved(before, fingerprint(added) - fingerprint(removed))
+
+
+def moved(before: Fingerprint, by: int) -> Fingerprint:
+    """`by` is the sum of the names gained less that of those lost; UNPROVEN stays UNPROVEN."""
+    return UNPROVEN if before == UNPROVEN else Fingerprint((before + by) % 2**128)
 
 
 def unapplied(
@@ -137,7 +143,7 @@ class EntriesPublished:
     worker: str
     epoch: int
     sequence: int  # of the first event
-    events: tuple[BlockEvent, ...]
+    events: Sequence[BlockEvent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +195,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Every block of one worker, read while it goes on publishing.
+    """Every block of one worker, as if it stored them all, read while it goes on publishing.
 
     What the events after number `sequence`, up to `settled`, say is in here or is not. Whoever
     applies them all has exactly the worker's entries; if the two are equal, these are exact.
@@ -198,7 +204,8 @@ class Holdings:
     epoch: int
     sequence: int
     settled: int
-    names: frozenset[bytes]
+    entries: PackedEvents  # an entry may stand here twice
+    num_garbage: int = 0
 
 
 class Clock(Protocol):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from prefix_index.events import pack
 from prefix_index.index import (
     EMPTY,
     UNPROVEN,
@@ -36,11 +37,11 @@ class _Life:
     record: WorkerRecord
     lease_until: float
     residency: Residency = EMPTY
-    names: set[bytes] = field(default_factory=set)
+    entries: dict[bytes, Stored] = field(default_factory=dict)
 
 
 class MemoryIndex:
-    """Plain sets, walked plainly: also the definition that faster lookups are compared with.
+    """Plain dictionaries, walked plainly: what faster lookups are compared with.
 
     A life whose lease lapsed is kept for `retention_s`, so that a worker that was only slow finds
     its entries again. The last `max_changes` changes can be followed.
@@ -98,7 +99,7 @@ class MemoryIndex:
         if not events:
             return
         first = life.residency.sequence + 1
-        effective = [event for event in events if _apply(event, life.names)]
+        effective = [event for event in events if _apply(event, life.entries)]
         life.residency = replace(
             life.residency.after(effective), sequence=life.residency.sequence + len(events)
         )
@@ -110,8 +111,8 @@ class MemoryIndex:
         number = applied + 1 if sequence is None else sequence
         if number <= applied:
             raise OutOfStep(f"worker {worker}: clear {number} came after event {applied}")
-        num_cleared = len(life.names)
-        life.names = set()
+        num_cleared = len(life.entries)
+        life.entries = {}
         life.residency = Residency(number, EMPTY.fingerprint, 0)
         self._tell(EntriesCleared(worker, epoch, number))
         return num_cleared
@@ -120,7 +121,7 @@ class MemoryIndex:
         found: dict[str, int] = {}
         for worker, life in self._lives.items():
             if self._is_live(life):
-                gaps = (depth for depth, name in enumerate(names) if name not in life.names)
+                gaps = (depth for depth, name in enumerate(names) if name not in life.entries)
                 found[worker] = next(gaps, len(names))
         return found
 
@@ -141,7 +142,7 @@ class MemoryIndex:
         if life is None:
             return None
         sequence = life.residency.sequence
-        return Holdings(life.record.epoch, sequence, sequence, frozenset(life.names))
+        return Holdings(life.record.epoch, sequence, sequence, pack(life.entries.values()))
 
     async def follow(self, cursor: Cursor, wait_s: float) -> Changes:
         if self._num_changes <= cursor[1]:
@@ -189,11 +190,11 @@ class MemoryIndex:
             pause.cancel()
 
 
-def _apply(event: BlockEvent, names: set[bytes]) -> bool:
-    """Whether the event changed the set."""
-    before = len(names)
+def _apply(event: BlockEvent, entries: dict[bytes, Stored]) -> bool:
+    """Whether the event changed the set of names."""
+    before = len(entries)
     if isinstance(event, Stored):
-        names.add(event.name)
+        entries[event.name] = event
     else:
-        names.discard(event.name)
-    return len(names) != before
+        entries.pop(event.name, None)
+    return len(entries) != before

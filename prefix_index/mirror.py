@@ -14,13 +14,14 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import structlog
 
+from prefix_index.compact_table import open_table
 from prefix_index.index import (
     EMPTY,
     UNPROVEN,
+    BlockEvent,
     Change,
     Clock,
     Cursor,
@@ -31,16 +32,15 @@ from prefix_index.index import (
     OutOfStep,
     PrefixIndex,
     Residency,
-    Stored,
     Survey,
     WorkerGone,
     WorkerRecord,
     WorkerRegistered,
-    changed,
     fingerprint,
+    moved,
     unapplied,
 )
-from prefix_index.prefix_table import Life, PrefixTable
+from prefix_index.prefix_table import Life, PrefixTable, Run
 
 # Work between two turns of the event loop; about 2 ms of it.
 MAX_BLOCKS_A_TURN = 4096
@@ -81,20 +81,25 @@ class _View:
 class Mirror:
     """`run` keeps it current; everything else answers at once from memory.
 
-    Belongs to one event loop. Several mirrors may follow one index.
+    Belongs to one event loop. Several mirrors may follow one index, each with a `table` of its own.
     """
 
     def __init__(
-        self, index: PrefixIndex, clock: Clock, *, survey_s: float = 1.0, grace_s: float = 5.0
+        self,
+        index: PrefixIndex,
+        clock: Clock,
+        *,
+        survey_s: float = 1.0,
+        grace_s: float = 5.0,
+        table: PrefixTable | None = None,
     ) -> None:
         self._index = index
         self._clock = clock
         self._survey_s = survey_s
         self._grace_s = grace_s
         self.counts = MirrorCounts()
-        self._table = PrefixTable()
+        self._table = open_table() if table is None else table
         self._views: dict[str, _View] = {}
-        self._lives: list[Life] = []
         self._cursor: Cursor | None = None
         self._survey_due = -math.inf
         self._heard_at = -math.inf
@@ -121,14 +126,18 @@ class Mirror:
 
     def longest(self, names: Sequence[bytes]) -> dict[str, int]:
         """For each of `workers`, how many of `names` it holds without a gap from the first on."""
-        return self._table.longest(names, self._lives)
+        runs = self.runs(names)
+        return {worker: runs[worker].num_blocks if worker in runs else 0 for worker in self._views}
+
+    def runs(self, names: Sequence[bytes]) -> dict[str, Run]:
+        """`longest` of those who hold any, and in which memory they hold it."""
+        return self._table.longest(names)
 
     def check(self) -> None:
         """Raise if the books do not balance: the table, the fingerprints, who is listed."""
         self._table.check()
-        assert self._lives == [view.life for view in self._views.values()]
         for view in self._views.values():
-            held = fingerprint(self._table.names(view.life))
+            held = fingerprint(entry.name for entry in self._table.entries(view.life))
             assert view.fingerprint in (held, UNPROVEN), f"{view.life} holds something else"
 
     async def run(self) -> None:
@@ -243,12 +252,7 @@ class Mirror:
             self.counts.gaps += 1
             await self._reload(view)
             return
-        for event in events:
-            if isinstance(event, Stored):
-                if self._table.add(view.life, event.name):
-                    view.fingerprint = changed(view.fingerprint, [event.name], [])
-            elif self._table.discard(view.life, event.name):
-                view.fingerprint = changed(view.fingerprint, [], [event.name])
+        self._put(view, events)
         view.sequence += len(events)
         await asyncio.sleep(0)
 
@@ -259,16 +263,18 @@ class Mirror:
         if holdings is None or holdings.epoch != view.record.epoch:
             self._survey_due = -math.inf
             return
+        self.counts.garbage += holdings.num_garbage
         self._empty(view, holdings.sequence)
-        names = iter(holdings.names)
-        while part := list(islice(names, MAX_BLOCKS_A_TURN)):
-            for name in part:
-                self._table.add(view.life, name)
-            view.fingerprint = changed(view.fingerprint, part, [])
+        for start in range(0, len(holdings.entries), MAX_BLOCKS_A_TURN):
+            self._put(view, holdings.entries[start : start + MAX_BLOCKS_A_TURN])
             await asyncio.sleep(0)
         view.settled = view.must_reach = holdings.settled
         if holdings.settled == holdings.sequence:
             view.exact_at = holdings.sequence
+
+    def _put(self, view: _View, events: Sequence[BlockEvent]) -> None:
+        gained, lost = self._table.apply(view.life, events)
+        view.fingerprint = moved(view.fingerprint, gained - lost)
 
     async def _doubt(self, view: _View) -> None:
         """The index contradicts itself about this worker: believe none of it, and say so."""
@@ -284,7 +290,6 @@ class Mirror:
             self._table.retire(before.life)
         view = self._views[record.name] = _View(record)
         self._table.begin(view.life)
-        self._lives = [view.life for view in self._views.values()]
         return view
 
     def _empty(self, view: _View, sequence: int) -> None:
@@ -295,7 +300,6 @@ class Mirror:
     def _drop(self, view: _View) -> None:
         del self._views[view.record.name]
         self._table.retire(view.life)
-        self._lives = [view.life for view in self._views.values()]
 
     def _note_failure(self, event: str, reason: str) -> None:
         self.counts.failures += 1

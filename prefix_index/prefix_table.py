@@ -1,11 +1,15 @@
-"""Which lives hold which block, as one bit a life: the longest prefix of all in one walk.
+"""Which lives hold which block, for the longest prefix of all of them in one walk.
 
 A life is a worker's name and epoch. A retired life is credited with nothing from that moment on;
-its bits are swept out later, a bounded number at a time, and only then is its bit used again.
+what it leaves behind is swept out later, a bounded number of entries at a time.
+
+`PlainTable` is the definition, in Python; `compact_table` does the same in less memory and time.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from kvcache.block_pool import BlockEvent, Stored, Tier
 
 
 class Life(NamedTuple):
@@ -13,10 +17,54 @@ class Life(NamedTuple):
     epoch: int
 
 
-class PrefixTable:
+class Run(NamedTuple):
+    """Of a prompt, from its first block on without a gap; some of it perhaps not near at hand."""
+
+    num_blocks: int
+    num_in_host: int
+
+
+class PrefixTable(Protocol):
+    """Of one worker at most one life is credited at a time."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks held by anyone, or not yet swept."""
+
+    @property
+    def num_entries(self) -> int:
+        """Blocks of every credited life, added up."""
+
+    def __contains__(self, life: Life) -> bool: ...
+
+    def begin(self, life: Life) -> None:
+        """Credit `life` from now on; it holds nothing yet."""
+
+    def apply(self, life: Life, events: Sequence[BlockEvent]) -> tuple[int, int]:
+        """In order. Sums, modulo 2**128, of the names it gained and of those it lost."""
+
+    def retire(self, life: Life) -> None:
+        """Credit `life` no longer. Costs nothing now; `sweep` does the work."""
+
+    def sweep(self, max_blocks: int) -> bool:
+        """Forget up to `max_blocks` entries of retired lives; whether any are left."""
+
+    def entries(self, life: Life) -> list[Stored]:
+        """What it holds, in no order."""
+
+    def longest(self, names: Sequence[bytes]) -> dict[str, Run]:
+        """For each worker whose life holds the first of `names`: how far it goes on."""
+
+    def check(self) -> None:
+        """Raise if the two directions of the table disagree."""
+
+
+class PlainTable:
+    """Dictionaries and sets, one bit a life."""
+
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}  # block name -> the bits of the lives that hold it
-        self._names: dict[Life, set[bytes]] = {}
+        self._entries: dict[Life, dict[bytes, Stored]] = {}
         self._bits: dict[Life, int] = {}
         self._retired: list[tuple[int, list[bytes]]] = []
         self._free_bits: list[int] = []
@@ -27,49 +75,41 @@ class PrefixTable:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks held by anyone, or not yet swept."""
         return len(self._holders)
 
-    def names(self, life: Life) -> frozenset[bytes]:
-        return frozenset(self._names[life])
+    @property
+    def num_entries(self) -> int:
+        return sum(map(len, self._entries.values()))
 
-    def begin(self, life: Life, names: Iterable[bytes] = ()) -> None:
-        """Start crediting `life` with `names`, and nothing else."""
+    def begin(self, life: Life) -> None:
         self.retire(life)
         if not self._free_bits:
             self._free_bits.append(1 << self._num_bits)
             self._num_bits += 1
-        self._bits[life] = bit = self._free_bits.pop()
-        self._names[life] = held = set(names)
-        holders = self._holders
-        for name in held:
-            holders[name] = holders.get(name, 0) | bit
+        self._bits[life] = self._free_bits.pop()
+        self._entries[life] = {}
 
-    def add(self, life: Life, name: bytes) -> bool:
-        """Whether this changed anything."""
-        held = self._names[life]
-        if name in held:
-            return False
-        held.add(name)
-        self._holders[name] = self._holders.get(name, 0) | self._bits[life]
-        return True
-
-    def discard(self, life: Life, name: bytes) -> bool:
-        """Whether this changed anything."""
-        held = self._names[life]
-        if name not in held:
-            return False
-        held.remove(name)
-        self._let_go(name, self._bits[life])
-        return True
+    def apply(self, life: Life, events: Sequence[BlockEvent]) -> tuple[int, int]:
+        held, bit = self._entries[life], self._bits[life]
+        gained = lost = 0
+        for event in events:
+            name = event.name
+            if isinstance(event, Stored):
+                if name not in held:
+                    self._holders[name] = self._holders.get(name, 0) | bit
+                    gained += int.from_bytes(name, "little")
+                held[name] = Stored(name, None, event.depth, event.tier)
+            elif name in held:
+                del held[name]
+                self._let_go(name, bit)
+                lost += int.from_bytes(name, "little")
+        return gained % 2**128, lost % 2**128
 
     def retire(self, life: Life) -> None:
-        """Credit `life` no longer. Costs nothing now; `sweep` does the work."""
         if life in self._bits:
-            self._retired.append((self._bits.pop(life), list(self._names.pop(life))))
+            self._retired.append((self._bits.pop(life), list(self._entries.pop(life))))
 
     def sweep(self, max_blocks: int) -> bool:
-        """Forget up to `max_blocks` entries of retired lives; whether any are left."""
         while self._retired and max_blocks > 0:
             bit, names = self._retired[-1]
             for name in names[-max_blocks:]:
@@ -82,25 +122,30 @@ class PrefixTable:
                 self._free_bits.append(bit)
         return bool(self._retired)
 
-    def longest(self, names: Sequence[bytes], lives: Iterable[Life]) -> dict[str, int]:
-        """For each worker, how many of `names` its life holds without a gap from the first on."""
-        bits = [(life.worker, self._bits[life]) for life in lives]
-        still = sum(bit for _, bit in bits)
-        depths = dict.fromkeys((worker for worker, _ in bits), len(names))
+    def entries(self, life: Life) -> list[Stored]:
+        return list(self._entries[life].values())
+
+    def longest(self, names: Sequence[bytes]) -> dict[str, Run]:
+        first = self._holders.get(names[0], 0) if names else 0
+        lives = {life: bit for life, bit in self._bits.items() if bit & first}
+        still = sum(lives.values())
+        depths = dict.fromkeys(lives, len(names))
         for depth, name in enumerate(names):
             holders = self._holders.get(name, 0) & still
             if holders != still:
-                for worker, bit in bits:
+                for life, bit in lives.items():
                     if still & bit and not holders & bit:
-                        depths[worker] = depth
+                        depths[life] = depth
                 still = holders
                 if not still:
                     break
-        return depths
+        return {
+            life.worker: Run(depth, self._num_in_host(life, names[:depth]))
+            for life, depth in depths.items()
+        }
 
     def check(self) -> None:
-        """Raise if the two directions of the table disagree."""
-        entries = [(self._bits[life], name) for life, held in self._names.items() for name in held]
+        entries = [(self._bits[life], name) for life, of in self._entries.items() for name in of]
         entries += [(bit, name) for bit, names in self._retired for name in names]
         holders: dict[bytes, int] = {}
         for bit, name in entries:
@@ -109,6 +154,10 @@ class PrefixTable:
         assert holders == self._holders
         taken = [*self._bits.values(), *(bit for bit, _ in self._retired), *self._free_bits]
         assert sum(taken) == (1 << self._num_bits) - 1 and len(taken) == self._num_bits
+
+    def _num_in_host(self, life: Life, names: Iterable[bytes]) -> int:
+        held = self._entries[life]
+        return sum(held[name].tier is Tier.HOST for name in names)
 
     def _let_go(self, name: bytes, bit: int) -> None:
         left = self._holders[name] & ~bit

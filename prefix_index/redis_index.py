@@ -5,15 +5,17 @@ everything it changes, with the stream entry that tells the mirrors, in one MULT
 somebody else wrote in between, EXEC does nothing and the operation starts again.
 docs/prefix-index.md has the keys.
 
-A heartbeat is not a transaction: its lease key belongs to one epoch, so it cannot touch another
-life's, and PEXPIRE works even when Redis is full.
+A heartbeat watches nothing: its lease key belongs to one epoch, so it cannot touch another life's.
+It renews and reads all at one moment; what a full Redis would refuse comes after that.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import chain
 
 from redis.exceptions import ResponseError
 
+from prefix_index.events import PackedEvents, pack
 from prefix_index.index import (
     EMPTY,
     UNPROVEN,
@@ -38,10 +40,10 @@ from prefix_index.index import (
 )
 from prefix_index.redis_link import Command, RedisLink, Reply
 from prefix_index.redis_schema import (
-    TIER,
     Keys,
     State,
-    changed_names,
+    changed_entries,
+    read_entries,
     read_entry,
     read_load,
     read_record,
@@ -73,7 +75,7 @@ class RedisIndex:
         url: str,
         clock: Clock,
         *,
-        prefix: str = "kvferry:",
+        prefix: str = "kvferry",
         timeout_s: float = 1.0,
         retention_s: float = 60.0,
         max_changes: int = 4096,
@@ -123,6 +125,7 @@ class RedisIndex:
                     ("HSET", state_key, "record", record.to_json()),
                     ("SET", lease, record.load.to_json(), "PX", int(lease_s * 1000)),
                     *self._keep(name, epoch),
+                    self._list(name),
                 ]
                 if await tx.commit(writes, WorkerRegistered(record, residency)):
                     return residency
@@ -132,17 +135,21 @@ class RedisIndex:
         self, name: str, epoch: int, load: Load, lease_s: float
     ) -> Residency | None:
         lease, lease_ms = self._keys.lease(name, epoch), int(lease_s * 1000)
-        newest, state_reply, num_blocks, renewed, *_, listed = await self._link.exchange(
+        *replies, _, listed = await self._link.exchange(
+            ("MULTI",),
             ("GET", self._keys.epoch(name)),
             ("HMGET", self._keys.state(name), "epoch", "seq", "fp"),
             ("HLEN", self._keys.blocks(name, epoch)),
             ("PEXPIRE", lease, lease_ms),
-            ("SET", lease, load.to_json(), "XX", "PX", lease_ms),
             ("EXPIRE", self._keys.epoch(name), EPOCH_TTL_S),
             *self._keep(name, epoch),
+            ("EXEC",),
+            ("SET", lease, load.to_json(), "XX", "PX", lease_ms),
+            self._list(name),
         )
         if is_wrong_type(listed):
             await self._link.exchange(("UNLINK", self._keys.workers))
+        newest, state_reply, num_blocks, renewed, *_ = executed(replies) or [None] * 4
         refuse_stale(name, epoch, newest)
         state = State.read(state_reply)
         if renewed != 1 or state is None or state.epoch != epoch:
@@ -182,8 +189,10 @@ class RedisIndex:
                     return
                 if isinstance(tx.answer, ResponseError):
                     raise OutOfStep(f"worker {worker}: its entries are damaged: {tx.answer}")
-                present = {
-                    name for name, value in zip(names, tx.answer, strict=True) if value is not None
+                present: dict[bytes, bytes] = {
+                    name: value
+                    for name, value in zip(names, tx.answer, strict=True)
+                    if value is not None
                 }
                 writes = self._entry_writes(worker, state, new, present)
                 change = EntriesPublished(worker, epoch, state.sequence + 1, tuple(new))
@@ -257,7 +266,8 @@ class RedisIndex:
         before = await self._state(worker)
         if before is None:
             return None
-        names: set[bytes] = set()
+        entries: list[PackedEvents] = []
+        num_garbage = 0
         at = b"0"
         while True:
             (reply,) = await self._link.exchange(
@@ -266,13 +276,16 @@ class RedisIndex:
             if isinstance(reply, ResponseError):
                 break  # nothing there is ours; the fingerprint will not fit
             at, pairs = reply
-            names.update(pairs[::2])
+            found, num_foreign = read_entries(pairs)
+            entries.append(pack(found))
+            num_garbage += num_foreign
             if at == b"0":
                 break
         after = await self._state(worker)
         if after is None or after.epoch != before.epoch:
             return None
-        return Holdings(before.epoch, before.sequence, after.sequence, frozenset(names))
+        joined = PackedEvents(b"".join(part.data for part in entries))
+        return Holdings(before.epoch, before.sequence, after.sequence, joined, num_garbage)
 
     async def follow(self, cursor: Cursor, wait_s: float) -> Changes:
         block = ("BLOCK", max(1, int(wait_s * 1000))) if wait_s > 0 else ()
@@ -308,29 +321,31 @@ class RedisIndex:
         worker: str,
         state: State,
         events: Sequence[BlockEvent],
-        present: Set[bytes],
+        present: Mapping[bytes, bytes],
     ) -> list[Command]:
-        added, removed = changed_names(events, present)
+        change = changed_entries(events, present)
         blocks, state_key = self._keys.blocks(worker, state.epoch), self._keys.state(worker)
         writes: list[Command] = []
-        if added:
-            entries = (part for name in added for part in (name, TIER))
-            writes.append(("HSET", blocks, *entries))
-        if removed:
-            writes.append(("HDEL", blocks, *removed))
+        if change.written:
+            writes.append(("HSET", blocks, *chain.from_iterable(change.written.items())))
+        if change.removed:
+            writes.append(("HDEL", blocks, *change.removed))
         writes.append(("HSET", state_key, "seq", state.sequence + len(events)))
-        after = changed(state.fingerprint, added, removed)
+        after = changed(state.fingerprint, change.added, change.removed)
         if after != UNPROVEN:
             writes.append(("HSET", state_key, "fp", f"{after:x}"))
         return [*writes, *self._keep(worker, state.epoch)]
 
     def _keep(self, name: str, epoch: int) -> tuple[Command, ...]:
-        """Nothing of a worker's stays for ever. The list of names is mended by every heartbeat."""
+        """Nothing of a worker's stays for ever."""
         return (
             ("PEXPIRE", self._keys.state(name), self._retention_ms),
             ("PEXPIRE", self._keys.blocks(name, epoch), self._retention_ms),
-            ("SADD", self._keys.workers, name),
         )
+
+    def _list(self, name: str) -> Command:
+        """The list of names is mended by every heartbeat."""
+        return ("SADD", self._keys.workers, name)
 
     def _left_by(self, name: str, state: State | None) -> tuple[str, ...]:
         if state is None:

@@ -7,6 +7,9 @@ with an unfinished WATCH is dropped too.
 
 After a failure the next exchanges are refused at once for a while, twice as long each time, so that
 a server that hangs is asked now and then by one caller instead of waited for by all of them.
+
+A node of a Redis Cluster that does not have our slot says who has: the next exchange goes there.
+When that one fails, the URL's is asked again.
 """
 
 import asyncio
@@ -19,7 +22,7 @@ from urllib.parse import urlsplit
 from redis.asyncio import Connection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import MovedError, ReadOnlyError, RedisError, ResponseError
 
 from prefix_index.index import Clock, IndexUnavailable
 
@@ -48,6 +51,7 @@ class RedisLink:
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
         )
+        self._home = dict(self._connections.connection_kwargs)
         self._connection: Connection | None = None
         self._lock = asyncio.Lock()
         self._num_waiting = 0
@@ -105,6 +109,7 @@ class RedisLink:
                 replies = await self._send_and_read(commands)
             in_step = True
         except (RedisError, OSError, TimeoutError) as error:
+            self._follow(error)
             self._trip(str(error) or f"no answer within {self._timeout_s + wait_s:.1f} s")
             raise IndexUnavailable(f"{self._place}: {self._last_reason}") from error
         finally:
@@ -123,6 +128,13 @@ class RedisLink:
         await connection.send_packed_command(packed, check_health=False)
         return [await _read(connection) for _ in commands]
 
+    def _follow(self, error: Exception) -> None:
+        """Ask where a cluster's node has sent us, or where we began."""
+        asked = dict(self._home)
+        if isinstance(error, MovedError):
+            asked.update(host=error.host or asked.get("host"), port=error.port)
+        self._connections.connection_kwargs = asked
+
     def _trip(self, reason: str) -> None:
         self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), MAX_PAUSE_S)
         self._retry_at = self._clock.now() + self._pause_s
@@ -137,8 +149,8 @@ class RedisLink:
 async def _read(connection: Connection) -> Reply:
     try:
         return await connection.read_response()
-    except ReadOnlyError:
-        raise  # a demoted server: look for the new one
+    except (ReadOnlyError, MovedError):
+        raise  # a demoted server, or a cluster's node without our slot: look for another one
     except ResponseError as error:
         return error
 

@@ -4,12 +4,13 @@ Anything may be found under our keys, for Redis is shared and outlives us. What 
 None here, never an exception.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from redis.exceptions import ResponseError
 
-from kvcache.block_hash import BlockHash
+from kvcache.block_hash import INDEX_KEY_BYTES, BlockHash
+from prefix_index.events import pack, unpack
 from prefix_index.index import (
     UNPROVEN,
     BlockEvent,
@@ -19,9 +20,9 @@ from prefix_index.index import (
     Fingerprint,
     Load,
     MalformedRecord,
-    Removed,
     Residency,
     Stored,
+    Tier,
     WorkerGone,
     WorkerRecord,
     WorkerRegistered,
@@ -37,38 +38,44 @@ COMMANDS = (
     *("XADD", "XREAD", "XREVRANGE"),
 )
 
-VERSION = 1
-TIER = b"g"  # the value of an entry: which of the worker's caches holds the block
-MAX_NAME_BYTES = 255
+VERSION = 2
+MAX_VALUE_BYTES = 5
 
-_STORED, _REMOVED = b"+"[0], b"-"[0]
+_TIERS = {tier.value.encode(): tier for tier in Tier}
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Every key begins with `prefix` and the schema's version: two versions never meet."""
+    """Every key begins with `prefix` and the schema's version: two versions never meet.
+
+    The prefix is in braces, so that a Redis Cluster keeps all of it in one slot: an operation
+    changes entries, state and stream together.
+    """
 
     prefix: str
 
+    def _key(self, *parts: str | int) -> str:
+        return ":".join((f"{{{self.prefix}}}", str(VERSION), *map(str, parts)))
+
     @property
     def workers(self) -> str:
-        return f"{self.prefix}{VERSION}:workers"
+        return self._key("workers")
 
     @property
     def events(self) -> str:
-        return f"{self.prefix}{VERSION}:events"
+        return self._key("events")
 
     def epoch(self, worker: str) -> str:
-        return f"{self.prefix}{VERSION}:epoch:{worker}"
+        return self._key("epoch", worker)
 
     def state(self, worker: str) -> str:
-        return f"{self.prefix}{VERSION}:state:{worker}"
+        return self._key("state", worker)
 
     def lease(self, worker: str, epoch: int) -> str:
-        return f"{self.prefix}{VERSION}:lease:{worker}:{epoch}"
+        return self._key("lease", worker, epoch)
 
     def blocks(self, worker: str, epoch: int) -> str:
-        return f"{self.prefix}{VERSION}:blocks:{worker}:{epoch}"
+        return self._key("blocks", worker, epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,30 +128,21 @@ def read_load(reply: Reply) -> Load | None:
         return None
 
 
-def pack_events(events: Iterable[BlockEvent]) -> bytes:
-    """One byte `+` or `-`, one byte length, the name; one after the other."""
-    packed = bytearray()
-    for event in events:
-        assert len(event.name) <= MAX_NAME_BYTES, f"a block name of {len(event.name)} bytes"
-        packed.append(_STORED if isinstance(event, Stored) else _REMOVED)
-        packed.append(len(event.name))
-        packed += event.name
-    return bytes(packed)
+def entry_value(event: Stored) -> bytes:
+    """The tier's letter, then the depth in as few bytes as it needs, lowest first."""
+    num_bytes = (event.depth.bit_length() + 7) // 8
+    return event.tier.value.encode() + event.depth.to_bytes(num_bytes, "little")
 
 
-def unpack_events(packed: bytes) -> tuple[BlockEvent, ...] | None:
-    events: list[BlockEvent] = []
-    at = 0
-    while at < len(packed):
-        if at + 2 > len(packed):
-            return None
-        kind, end = packed[at], at + 2 + packed[at + 1]
-        name = BlockHash(packed[at + 2 : end])
-        if end > len(packed) or kind not in (_STORED, _REMOVED):
-            return None
-        events.append(Stored(name, None) if kind == _STORED else Removed(name))
-        at = end
-    return tuple(events)
+def read_entries(pairs: Sequence[Reply]) -> tuple[list[Stored], int]:
+    """The entries that name, value, name, value... stand for, and how many are none of ours."""
+    entries = []
+    for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+        tier = _TIERS.get(value[:1])
+        if tier is not None and len(value) <= MAX_VALUE_BYTES and len(name) == INDEX_KEY_BYTES:
+            depth = int.from_bytes(value[1:], "little")
+            entries.append(Stored(BlockHash(name), None, depth, tier))
+    return entries, len(pairs) // 2 - len(entries)
 
 
 def entry_fields(change: Change) -> tuple[bytes | str | int, ...]:
@@ -156,7 +154,7 @@ def entry_fields(change: Change) -> tuple[bytes | str | int, ...]:
             return (*head, "f", found, "p", record.to_json())
         case EntriesPublished(worker, epoch, sequence, events):
             head = ("k", "b", "w", worker, "e", epoch, "s", sequence)
-            return (*head, "p", pack_events(events))
+            return (*head, "p", pack(events).data)
         case EntriesCleared(worker, epoch, sequence):
             return ("k", "c", "w", worker, "e", epoch, "s", sequence)
         case WorkerGone(worker, epoch):
@@ -181,7 +179,7 @@ def read_entry(reply: Reply) -> Change | None:
     if kind == b"c":
         return EntriesCleared(worker, epoch, sequence)
     if kind == b"b":
-        events = unpack_events(payload)
+        events = unpack(payload)
         return None if events is None else EntriesPublished(worker, epoch, sequence, events)
     if kind == b"r":
         record = read_record(payload)
@@ -193,11 +191,21 @@ def read_entry(reply: Reply) -> Change | None:
     return None
 
 
-def changed_names(
-    events: Sequence[BlockEvent], present: Set[bytes]
-) -> tuple[list[bytes], list[bytes]]:
-    """What `events` add to and remove from the names that are `present`, in the end."""
-    after: dict[bytes, bool] = {event.name: isinstance(event, Stored) for event in events}
-    added = [name for name, there in after.items() if there and name not in present]
-    removed = [name for name, there in after.items() if not there and name in present]
-    return added, removed
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What events do to a worker's entries in the end."""
+
+    written: dict[bytes, bytes]  # by name: values that are new or other than before
+    added: list[bytes]  # of those, the names that were not there
+    removed: list[bytes]
+
+
+def changed_entries(events: Iterable[BlockEvent], present: Mapping[bytes, bytes]) -> Changed:
+    """`present` has the values of those of the names that are there."""
+    last = {event.name: event for event in events}
+    after = {name: entry_value(e) for name, e in last.items() if isinstance(e, Stored)}
+    return Changed(
+        written={name: value for name, value in after.items() if present.get(name) != value},
+        added=[name for name in after if name not in present],
+        removed=[name for name in last if name not in after and name in present],
+    )

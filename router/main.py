@@ -159,7 +159,7 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
 
 def _index(settings: RouterSettings, clock: Clock) -> RedisIndex:
     try:
-        return RedisIndex(settings.redis_url, clock, prefix=f"{settings.key_prefix}:")
+        return RedisIndex(settings.redis_url, clock, prefix=settings.key_prefix)
     except ValueError as error:
         raise CannotStart(f"the Redis URL cannot be used: {error}") from error
 

@@ -24,11 +24,11 @@ import structlog
 
 from engine.clock import Clock, MonotonicClock
 from engine.engine import Engine, EngineConfig
-from kvcache.block_hash import index_key
-from kvcache.block_pool import BlockEvent, BlockPool, Removed, Stored
+from kvcache.block_pool import BlockPool
 from kvcache.layout import KvLayout
 from model.source import ModelSource, open_model
 from prefix_index.announcer import Announcer
+from prefix_index.events import index_events
 from prefix_index.index import Load, WorkerRecord
 from prefix_index.redis_index import RedisIndex
 from protos import rank_pb2, rank_pb2_grpc, worker_pb2_grpc
@@ -143,7 +143,7 @@ async def _open(
     check_device(settings)
     source = await asyncio.to_thread(open_model, settings.model)
     manifest = manifest_of(settings, source)
-    index = RedisIndex(settings.redis_url, clock, prefix=f"{settings.key_prefix}:")
+    index = RedisIndex(settings.redis_url, clock, prefix=settings.key_prefix)
     stack.push_async_callback(index.close)
     epoch = await index.next_epoch(settings.name)
     identity = Identity(settings.name, secrets.token_hex(8), epoch, rank=0)
@@ -210,7 +210,7 @@ async def _open(
         index,
         record,
         source=lambda: (_load(engine, doors), index_events(engine.drain_events())),
-        resident=lambda: [index_key(name) for name in engine.resident()],
+        resident=lambda: index_events(engine.resident_blocks()),
         clock=clock,
         heartbeat_s=settings.heartbeat_s,
         lease_s=settings.lease_s,
@@ -248,16 +248,6 @@ def _engine(
         lost_rank=ranks.lost,
         on_death=on_death,
     )
-
-
-def index_events(events: Sequence[BlockEvent]) -> list[BlockEvent]:
-    """The pool's events, as the index is told them."""
-    return [
-        Stored(index_key(event.name), None if event.parent is None else index_key(event.parent))
-        if isinstance(event, Stored)
-        else Removed(index_key(event.name))
-        for event in events
-    ]
 
 
 def _ends(

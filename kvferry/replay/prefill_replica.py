@@ -7,10 +7,11 @@ in the order in which they came, as a worker that has one prompt at a time in it
 import asyncio
 from dataclasses import dataclass, field
 
-from kvcache.block_hash import BlockHash, index_key
-from kvcache.block_pool import BlockEvent, BlockPool, OutOfBlocks, Removed, Stored
+from kvcache.block_hash import BlockHash
+from kvcache.block_pool import BlockEvent, BlockPool, OutOfBlocks
 from kvferry.replay.speeds import Speeds
 from kvferry.replay.trace import Arrival
+from prefix_index.events import index_events
 from prefix_index.index import Load
 
 FULL_POLL_S = 0.005
@@ -129,18 +130,12 @@ class PrefillReplica:
 
     def news(self) -> tuple[Load, list[BlockEvent]]:
         """As an announcer wants it."""
-        return self.load(), [_indexed(event) for event in self.pool.drain_events()]
+        return self.load(), index_events(self.pool.drain_events())
 
-    def resident(self) -> list[BlockHash]:
-        return [index_key(name) for name in self.pool.resident()]
+    def resident(self) -> list[BlockEvent]:
+        return index_events(self.pool.resident_blocks())
 
     def _measure(self, compute_ms: float, num_tokens: int) -> None:
         sample = compute_ms / num_tokens
         known = self._ms_per_token or sample
         self._ms_per_token = known + WEIGHT * (sample - known)
-
-
-def _indexed(event: BlockEvent) -> BlockEvent:
-    if isinstance(event, Removed):
-        return Removed(index_key(event.name))
-    return Stored(index_key(event.name), index_key(event.parent) if event.parent else None)

@@ -437,7 +437,7 @@ def test_what_becomes_cached_and_what_is_evicted_is_told() -> None:
     worker.engine.add(request)
     worker.drain()
     first, second = request.names
-    assert worker.engine.drain_events() == [Stored(first, None), Stored(second, first)]
+    assert worker.engine.drain_events() == [Stored(first, None, 0), Stored(second, first, 1)]
     assert worker.engine.resident() == [first, second]
     assert worker.engine.match(request.names) == 2
     worker.ask([2] * 20, 1)

@@ -261,7 +261,7 @@ def test_events_tell_what_changed_and_a_change_undone_is_none() -> None:
     pool = BlockPool(num_blocks=2)
     a, b = chain(1, 2)
     cache(pool, [a, b])
-    assert pool.drain_events() == [Stored(a, None), Stored(b, a)]
+    assert pool.drain_events() == [Stored(a, None, 0), Stored(b, a, 1)]
     assert pool.drain_events() == []
     taken = pool.take(2)
     assert pool.drain_events() == [Removed(b), Removed(a)]
@@ -277,9 +277,9 @@ def test_what_is_resident_can_be_told_anew() -> None:
     cache(pool, names)
     assert pool.resident() == names
     assert pool.resident_blocks() == [
-        Stored(names[0], None),
-        Stored(names[1], names[0]),
-        Stored(names[2], names[1]),
+        Stored(names[0], None, 0),
+        Stored(names[1], names[0], 1),
+        Stored(names[2], names[1], 2),
     ]
 
 

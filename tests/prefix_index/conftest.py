@@ -55,7 +55,7 @@ async def open_index(request: pytest.FixtureRequest) -> AsyncIterator[OpenIndex]
     server = _emptied(request.param, request)
     with server.admin() as admin:
         allowed = [f"+{command.lower()}" for command in COMMANDS]
-        rules = ("on", ">pw", "resetkeys", "~kvferry:*", "-@all", *allowed)
+        rules = ("on", ">pw", "resetkeys", "~{kvferry}:*", "-@all", *allowed)
         admin.execute_command("ACL", "SETUSER", "ours", *rules)
     url = f"redis://ours:pw@127.0.0.1:{server.port}/0"
     opened: list[RedisIndex] = []

@@ -35,6 +35,9 @@ class RedisServer:
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
 
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from kvcache.block_hash import BlockHash
-from kvcache.block_pool import Removed, Stored
+from kvcache.block_pool import Removed, Stored, Tier
 from prefix_index.index import BlockEvent, Load, Manifest, Role, WorkerRecord
 
 MANIFEST = Manifest(
@@ -68,28 +68,29 @@ class Pool:
     """A worker's cache as its announcer sees it."""
 
     def __init__(self, load: Load = IDLE) -> None:
-        self.names: dict[BlockHash, None] = {}
+        self.names: dict[BlockHash, Stored] = {}
         self.events: list[BlockEvent] = []
         self.load = load
 
-    def store(self, *numbers: int) -> None:
-        for name in blocks(numbers):
-            if name not in self.names:
-                self.names[name] = None
-                self.events.append(Stored(name, None))
+    def store(self, *numbers: int, tier: Tier = Tier.DEVICE) -> None:
+        """A block that is there moves to `tier`. Its depth is its number."""
+        for number in numbers:
+            entry = Stored(block(number), None, number, tier)
+            if self.names.get(entry.name) != entry:
+                self.names[entry.name] = entry
+                self.events.append(entry)
 
     def remove(self, *numbers: int) -> None:
         for name in blocks(numbers):
-            if name in self.names:
-                del self.names[name]
+            if self.names.pop(name, None) is not None:
                 self.events.append(Removed(name))
 
     def source(self) -> tuple[Load, list[BlockEvent]]:
         events, self.events = self.events, []
         return self.load, events
 
-    def resident(self) -> list[BlockHash]:
-        return list(self.names)
+    def resident(self) -> list[BlockEvent]:
+        return list(self.names.values())
 
 
 def walk(names: list[BlockHash], held: Iterable[bytes]) -> int:

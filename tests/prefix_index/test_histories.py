@@ -168,7 +168,7 @@ async def test_every_history_over_redis_ends_in_the_truth(server: RedisServer, s
             admin.flushall()
         await play(fleet, num_steps=20)
         for name in set(NAMES) - fleet.current.keys():
-            for lease in admin.keys(f"kvferry:1:lease:{name}:*"):
+            for lease in admin.keys(f"{{kvferry}}:2:lease:{name}:*"):
                 admin.delete(lease)
     await fleet.settle()
     await fleet.assert_all_agree()

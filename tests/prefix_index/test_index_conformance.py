@@ -17,6 +17,8 @@ from prefix_index.index import (
     PrefixIndex,
     Residency,
     StaleEpoch,
+    Stored,
+    Tier,
     WorkerGone,
     WorkerRegistered,
     fingerprint,
@@ -237,7 +239,24 @@ async def test_holdings_are_all_of_one_worker(index: PrefixIndex) -> None:
     holdings = await index.holdings("w0")
     assert holdings is not None
     assert (holdings.epoch, holdings.sequence, holdings.settled) == (1, 2500, 2500)
-    assert holdings.names == frozenset(blocks(range(2500)))
+    assert {entry.name for entry in holdings.entries} == set(blocks(range(2500)))
+
+
+async def test_an_entry_has_a_tier_and_a_depth(index: PrefixIndex) -> None:
+    await index.register(worker("w0"), LEASE_S)
+    near = Stored(block(1), None, 0, Tier.DEVICE)
+    far, farther = (Stored(block(n), None, depth, Tier.HOST) for n, depth in ((2, 1), (3, 70_000)))
+    await index.publish("w0", 1, [near, Stored(block(2), None, 1), farther])
+    await index.publish("w0", 1, [far])  # it has moved
+    holdings = await index.holdings("w0")
+    assert holdings is not None
+    assert sorted(holdings.entries, key=lambda entry: entry.name) == [near, far, farther]
+    assert await index.longest(blocks([1, 2, 3])) == {"w0": 3}
+    assert (await index.survey()).members["w0"].residency == Residency(
+        4, fingerprint(blocks([1, 2, 3])), 3
+    )
+    *_, moved = (await index.follow(START, wait_s=0.01)).changes
+    assert moved == EntriesPublished("w0", 1, 4, (far,))
 
 
 async def test_followers_see_every_change_in_order(index: PrefixIndex) -> None:

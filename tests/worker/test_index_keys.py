@@ -17,7 +17,7 @@ from model.checksum_reference import checksum_next_token
 from model.comm import SingleComm
 from model.config import ChecksumConfig
 from model.source import open_model
-from worker.host import index_events
+from prefix_index.events import index_events
 
 
 def test_2000_prompts_whose_index_keys_collide_all_get_their_own_answers(
