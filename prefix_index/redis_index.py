@@ -6,7 +6,8 @@ somebody else wrote in between, EXEC does nothing and the operation starts again
 docs/prefix-index.md has the keys.
 
 A heartbeat watches nothing: its lease key belongs to one epoch, so it cannot touch another life's.
-It renews and reads all at one moment; what a full Redis would refuse comes after that.
+It renews first, for a full Redis takes PEXPIRE and no transaction; then it renews and reads all that
+the worker compares in one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -135,21 +136,24 @@ class RedisIndex:
         self, name: str, epoch: int, load: Load, lease_s: float
     ) -> Residency | None:
         lease, lease_ms = self._keys.lease(name, epoch), int(lease_s * 1000)
-        *replies, _, listed = await self._link.exchange(
+        renewal: Command = ("PEXPIRE", lease, lease_ms)
+        lasting = (*self._keep(name, epoch), ("EXPIRE", self._keys.epoch(name), EPOCH_TTL_S))
+        replies = await self._link.exchange(
+            renewal,
+            *lasting,
             ("MULTI",),
             ("GET", self._keys.epoch(name)),
             ("HMGET", self._keys.state(name), "epoch", "seq", "fp"),
             ("HLEN", self._keys.blocks(name, epoch)),
-            ("PEXPIRE", lease, lease_ms),
-            ("EXPIRE", self._keys.epoch(name), EPOCH_TTL_S),
-            *self._keep(name, epoch),
+            renewal,
             ("EXEC",),
             ("SET", lease, load.to_json(), "XX", "PX", lease_ms),
             self._list(name),
         )
+        *replies, _, listed = replies[1 + len(lasting) :]
         if is_wrong_type(listed):
             await self._link.exchange(("UNLINK", self._keys.workers))
-        newest, state_reply, num_blocks, renewed, *_ = executed(replies) or [None] * 4
+        newest, state_reply, num_blocks, renewed = executed(replies) or [None] * 4
         refuse_stale(name, epoch, newest)
         state = State.read(state_reply)
         if renewed != 1 or state is None or state.epoch != epoch:
