@@ -6,8 +6,8 @@ somebody else wrote in between, EXEC does nothing and the operation starts again
 docs/prefix-index.md has the keys.
 
 A heartbeat watches nothing: its lease key belongs to one epoch, so it cannot touch another life's.
-It renews first, for a full Redis takes PEXPIRE and no transaction; then it renews and reads all that
-the worker compares in one.
+It renews first, for a full Redis takes PEXPIRE and no transaction; then it renews and reads all
+that the worker compares in one.
 """
 
 from collections.abc import Mapping, Sequence
