@@ -290,6 +290,7 @@ def rate_row(
 
 
 def measure(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Row]:
+    torch.manual_seed(0)
     config = sizes.config
     weights = random_weights(config, device, dtype)
     head_map = HeadMap.even(config.num_query_heads, config.num_kv_heads, 1)

@@ -20,7 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_benchmark_of_steps_runs_whole_on_a_tiny_model(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     done = run("bench/gpu.py", "--tiny", "--device", "cpu", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [row["what"] for row in rows] == [
         "decode, 1 x 40 tokens",
