@@ -81,18 +81,21 @@ def make_batch(plan: StepPlan, block_size: int, device: torch.device | str) -> B
         if part.wants_logits:
             rows.append(len(tokens) - 1)
 
-    def tensor(numbers: Sequence[int] | Ints) -> Tensor:
-        return torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(device)
-
-    return Batch(
-        token_ids_T=tensor(tokens),
-        positions_T=tensor(np.concatenate(positions)),
-        slots_T=tensor(np.concatenate(slots)),
-        query_starts_S1=tensor(starts),
-        context_lens_S=tensor([part.stop for part in plan.slices]),
-        block_tables_SB=tensor(tables_SB),
-        logit_rows_R=tensor(rows),
-    )
+    parts = [
+        np.asarray(tokens, dtype=np.int64),
+        np.concatenate(positions),
+        np.concatenate(slots),
+        np.asarray(starts, dtype=np.int64),
+        np.asarray([part.stop for part in plan.slices], dtype=np.int64),
+        tables_SB.ravel(),
+        np.asarray(rows, dtype=np.int64),
+    ]
+    flat = torch.from_numpy(np.concatenate(parts))
+    if torch.device(device).type == "cuda":  # one copy, and the step does not wait for it
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    columns = list(torch.split(flat, [part.size for part in parts]))
+    columns[5] = columns[5].view(tables_SB.shape)
+    return Batch(*columns)
 
 
 def _independent(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
