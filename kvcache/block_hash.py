@@ -17,6 +17,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NewType
 
+from kernels.chained_digests import DIGEST_BYTES, chained_digests
+
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes; 16 in the index
 TenantKey = NewType("TenantKey", bytes)  # 32 bytes
 Namespace = NewType("Namespace", bytes)  # 32 bytes
@@ -61,26 +63,31 @@ def hash_block(
 
     `extra` is whatever else its KV depends on (an image, an embedding). Ids must fit u32.
     """
-    digest = _root(namespace, tenant)
-    digest.update(_block_fields(parent, _token_bytes(token_ids), extra))
-    return BlockHash(digest.digest())
+    fields = (parent or b"", _token_bytes(token_ids), extra)
+    message = _head(namespace) + b"".join(map(_field, fields))
+    return BlockHash(hashlib.blake2b(message, key=tenant, digest_size=DIGEST_BYTES).digest())
 
 
 def name_blocks(
     namespace: Namespace, tenant: TenantKey, token_ids: Sequence[int], block_size: int
 ) -> list[BlockHash]:
     """The chained name of each full block, in order; a partial tail has no name."""
-    root = _root(namespace, tenant)
-    tokens = _token_bytes(token_ids)
-    width = block_size * 4
-    parent: BlockHash | None = None
-    names: list[BlockHash] = []
-    for start in range(0, len(tokens) - width + 1, width):
-        digest = root.copy()
-        digest.update(_block_fields(parent, tokens[start : start + width], b""))
-        parent = BlockHash(digest.digest())
-        names.append(parent)
-    return names
+    digests = _chain(namespace, tenant, token_ids, block_size)
+    return [
+        BlockHash(digests[start : start + DIGEST_BYTES])
+        for start in range(0, len(digests), DIGEST_BYTES)
+    ]
+
+
+def index_names(
+    namespace: Namespace, tenant: TenantKey, token_ids: Sequence[int], block_size: int
+) -> list[BlockHash]:
+    """`name_blocks`, each name as the prefix index knows it."""
+    digests = _chain(namespace, tenant, token_ids, block_size)
+    return [
+        BlockHash(digests[start : start + INDEX_KEY_BYTES])
+        for start in range(0, len(digests), DIGEST_BYTES)
+    ]
 
 
 def index_key(name: BlockHash) -> BlockHash:
@@ -88,14 +95,14 @@ def index_key(name: BlockHash) -> BlockHash:
     return BlockHash(name[:INDEX_KEY_BYTES])
 
 
-def _root(namespace: Namespace, tenant: TenantKey) -> "hashlib.blake2b":
-    digest = hashlib.blake2b(key=tenant, digest_size=32)
-    digest.update(_field(FORMAT) + _field(namespace))
-    return digest
+def _chain(
+    namespace: Namespace, tenant: TenantKey, token_ids: Sequence[int], block_size: int
+) -> bytes:
+    return chained_digests(tenant, _head(namespace), _token_bytes(token_ids), block_size * 4)
 
 
-def _block_fields(parent: BlockHash | None, tokens: bytes, extra: bytes) -> bytes:
-    return _field(parent or b"") + _field(tokens) + _field(extra)
+def _head(namespace: Namespace) -> bytes:
+    return _field(FORMAT) + _field(namespace)
 
 
 def _field(value: bytes) -> bytes:

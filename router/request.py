@@ -1,12 +1,13 @@
 """A request that was checked, as everything behind the doors sees it."""
 
-import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import xxhash
+
 from engine.sampling_params import SamplingParams
-from kvcache.block_hash import BlockHash, Namespace, TenantKey, index_key, name_blocks
+from kvcache.block_hash import BlockHash, Namespace, TenantKey, index_names
 from router.policy import Pins
 
 
@@ -35,7 +36,7 @@ class AcceptedRequest:
 
     def digest(self) -> bytes:
         """The same for the same prompt, whoever sends it; names nothing."""
-        return hashlib.blake2b(array("q", self.prompt).tobytes(), digest_size=8).digest()
+        return xxhash.xxh3_64_digest(array("I", self.prompt))
 
     def block_names(self) -> Callable[[Namespace, int], list[BlockHash]]:
         """A function from (namespace, block size) to the prompt's names as the index knows them,
@@ -46,8 +47,7 @@ class AcceptedRequest:
         def names(namespace: Namespace, block_size: int) -> list[BlockHash]:
             key = (namespace, block_size)
             if key not in known:
-                whole = name_blocks(namespace, self.tenant.key, self.prompt, block_size)
-                known[key] = [index_key(name) for name in whole]
+                known[key] = index_names(namespace, self.tenant.key, self.prompt, block_size)
             return known[key]
 
         return names

@@ -1,20 +1,29 @@
 """Which block names were routed before, where to, and what has become of them since.
 
-A name is noted when its prompt is routed and settled when the prompt is computed. The oldest are
-forgotten beyond `max_names`: an oracle with a long memory, not an endless one.
+A prompt is noted when it is routed and settled when it is computed; all its names share one note,
+so that both cost next to nothing. Names are kept in two generations: when the young one is full it
+becomes the old one, and the old one is forgotten. So the last half of `max_names` are known, and
+never more than `max_names`: an oracle with a long memory, not an endless one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.clock import Clock
 from router.hit_rate import Loss
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sighting:
     instance: str
-    computed_at: float | None
+    computed_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Generation:
+    seen: dict[bytes, _Sighting]
+    # By the last name and the instance: prompts on their way.
+    underway: dict[tuple[bytes, str], _Sighting]
 
 
 class Sightings:
@@ -23,40 +32,60 @@ class Sightings:
     def __init__(self, clock: Clock, lag_s: float = 1.5, max_names: int = 1_000_000) -> None:
         self._clock = clock
         self._lag_s = lag_s
-        self._max_names = max_names
-        self._seen: dict[bytes, _Sighting] = {}  # the longest unseen first
+        self._max_young = max(1, max_names // 2)
+        self._young = _Generation({}, {})
+        self._old = _Generation({}, {})
 
     def __len__(self) -> int:
-        return len(self._seen)
+        """Names, those in both generations twice."""
+        return len(self._young.seen) + len(self._old.seen)
 
     def depth(self, names: Sequence[bytes]) -> int:
         """How many of `names`, from the first on, were seen before."""
-        return next((at for at, name in enumerate(names) if name not in self._seen), len(names))
+        young, old = self._young.seen, self._old.seen
+        for at, name in enumerate(names):
+            if name not in young and name not in old:
+                return at
+        return len(names)
 
-    def note(self, names: Iterable[bytes], instance: str) -> None:
+    def note(self, names: Sequence[bytes], instance: str) -> None:
         """A prompt of these blocks is on its way to `instance`."""
-        for name in names:
-            self._seen.pop(name, None)
-            self._seen[name] = _Sighting(instance, None)
-        while len(self._seen) > self._max_names:
-            del self._seen[next(iter(self._seen))]
+        if not names:
+            return
+        if len(self._young.seen) + len(names) > self._max_young:
+            self._old, self._young = self._young, _Generation({}, {})
+        sighting = _Sighting(instance)
+        self._young.seen.update(dict.fromkeys(names, sighting))
+        self._young.underway[names[-1], instance] = sighting
 
-    def settle(self, names: Iterable[bytes], instance: str) -> None:
+    def settle(self, names: Sequence[bytes], instance: str) -> None:
         """`instance` has computed them, or had them."""
-        now = self._clock.now()
-        for name in names:
-            sighting = self._seen.get(name)
-            if sighting is not None and sighting.instance == instance:
-                sighting.computed_at = now
+        if not names:
+            return
+        for generation in (self._young, self._old):
+            sighting = generation.underway.pop((names[-1], instance), None)
+            if sighting is not None:
+                sighting.computed_at = self._clock.now()
+                return
 
     def gone(
-        self, names: Iterable[bytes], tokens_each: int, is_live: Callable[[str], bool]
+        self, names: Sequence[bytes], tokens_each: int, is_live: Callable[[str], bool]
     ) -> list[tuple[Loss, int]]:
         """Why these, all seen before, are held by nobody, as far as anyone knows."""
-        return [(self._why(name, is_live), tokens_each) for name in names]
+        found: list[tuple[Loss, int]] = []
+        before: _Sighting | None = None
+        young, old = self._young.seen, self._old.seen
+        for name in names:
+            sighting = young.get(name) or old.get(name)
+            if found and sighting is before:
+                loss, tokens = found[-1]
+                found[-1] = (loss, tokens + tokens_each)
+            else:
+                found.append((self._why(sighting, is_live), tokens_each))
+            before = sighting
+        return found
 
-    def _why(self, name: bytes, is_live: Callable[[str], bool]) -> Loss:
-        sighting = self._seen.get(name)
+    def _why(self, sighting: _Sighting | None, is_live: Callable[[str], bool]) -> Loss:
         if sighting is None:
             return Loss.EVICTED
         if not is_live(sighting.instance):

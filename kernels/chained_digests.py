@@ -1,0 +1,75 @@
+"""A chain of keyed digests, each over a head, the digest before it and the next item.
+
+The reference is hashlib's BLAKE2b. `chained_digests.c` does the same without the interpreter
+between two links: 8,192 tokens in 512 blocks take 0.17 ms instead of 0.50.
+"""
+
+import ctypes
+import functools
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kernels.compiled import compiled
+
+SOURCE = Path(__file__).with_suffix(".c")
+DIGEST_BYTES = 32
+BLOCK_BYTES = 128
+
+Chain = Callable[[bytes, bytes, bytes, int], bytes]
+
+
+def chained_digests_reference(key: bytes, head: bytes, items: bytes, width: int) -> bytes:
+    """The digests, one after the other, of as many whole items of `width` bytes as there are.
+
+    Each is BLAKE2b-256 under `key` (32 bytes) over `head`, then, every field behind its length as
+    u32 LE, the digest before (empty for the first), the item, and an empty field.
+    """
+    root = hashlib.blake2b(head, key=key, digest_size=DIGEST_BYTES)
+    before, size, empty = bytes(4), _field_size(width), bytes(4)
+    digests = []
+    for start in range(0, len(items) - width + 1, width):
+        link = root.copy()
+        link.update(before + size + items[start : start + width] + empty)
+        digests.append(link.digest())
+        before = _field_size(DIGEST_BYTES) + digests[-1]
+    return b"".join(digests)
+
+
+def chained_digests(key: bytes, head: bytes, items: bytes, width: int) -> bytes:
+    """`chained_digests_reference`, as fast as this machine can."""
+    return (_load() or chained_digests_reference)(key, head, items, width)
+
+
+def _field_size(num_bytes: int) -> bytes:
+    return num_bytes.to_bytes(4, "little")
+
+
+@functools.cache
+def _load() -> Chain | None:
+    """The compiled function, or None where it cannot be had or does not do what it should."""
+    if sys.byteorder != "little":
+        return None
+    try:
+        # A PyDLL keeps the interpreter lock: the call is short, and giving it back would not be.
+        library = ctypes.PyDLL(str(compiled(SOURCE)))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    library.chain_digests.restype = None
+    text, size = ctypes.c_char_p, ctypes.c_int64
+    library.chain_digests.argtypes = (text, text, size, text, size, size, text, text)
+
+    def chain(key: bytes, head: bytes, items: bytes, width: int) -> bytes:
+        assert len(key) == DIGEST_BYTES, f"a key of {len(key)} bytes"
+        count = len(items) // width
+        longest = len(head) + width + 12 + DIGEST_BYTES
+        room = ctypes.create_string_buffer(longest + BLOCK_BYTES)
+        digests = ctypes.create_string_buffer(max(1, count * DIGEST_BYTES))
+        library.chain_digests(key, head, len(head), items, count, width, room, digests)
+        return digests.raw[: count * DIGEST_BYTES]
+
+    items = bytes(range(256)) * 3
+    sample = (bytes(range(32)), b"head", items, 200)
+    return chain if chain(*sample) == chained_digests_reference(*sample) else None
