@@ -1,8 +1,9 @@
 """The engine of rank 0: a thread that plans, runs and hands out, one step after another.
 
-A step: settle what callers asked for meanwhile; plan; broadcast the plan to the other ranks; run
-it; draw tokens; give them out. One lock guards pool, scheduler and roster. It is not held while the
-model runs, so callers never wait for a forward pass, and what they ask for takes effect after it.
+A step: check a sample of the cached blocks that prompts are about to share; settle what callers
+asked for meanwhile; plan; broadcast the plan to the other ranks; run it; draw tokens; give them
+out. One lock guards pool, scheduler and roster. It is not held while the model runs, so callers
+never wait for a forward pass, and what they ask for takes effect after it.
 Every accepted request ends exactly once: with the last token of its last choice, or with Failed.
 
 When the model raises or a rank is lost, every request fails and the engine is over. Its process is
@@ -12,11 +13,14 @@ expected to end, and whoever watches it to start another.
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from random import Random
 
 from engine.clock import Clock
 from engine.load import Gauge, Load
 from engine.rank_group import RankLost
+from engine.recheck import Due, Rechecks, recheck
 from engine.request import EngineStopped, Refused, Request, State, TokenOutput
 from engine.roster import Delivery, Reservation, Roster, Stats
 from engine.runner import Runner, SliceObserver
@@ -45,6 +49,8 @@ class EngineConfig:
     max_context: int | None = None
     idle_beat_s: float = 1.0  # how often an idle engine tells its ranks that it lives
     lost_rank_grace_s: float = 1.0  # how long a failed step waits to learn that a rank is gone
+    recheck_share: float = 1 / 64  # of cached blocks, whenever they are to be shared
+    quiet_s: float = 0.02  # without work, before blocks without a digest get theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +88,11 @@ class Engine:
         observer: SliceObserver | None = None,
         lost_rank: Callable[[], str | None] = lambda: None,
         on_death: Callable[[Exception], None] = lambda error: None,
+        random: Random | None = None,
     ) -> None:
         """`tokenizer` is needed for stop strings. `lost_rank` says which rank is gone, if one is.
         `on_death` is called once, after every request has failed, with what ended the engine;
-        `stop` does not call it.
+        `stop` does not call it. `random` draws the cached blocks that are checked.
         """
         assert comm.rank == 0, "only rank 0 has an engine"
         assert store.num_blocks == pool.num_blocks, "pool and store differ in size"
@@ -98,7 +105,9 @@ class Engine:
         self._tokenizer = tokenizer
         self._lost_rank = lost_rank
         self._on_death = on_death
+        self._store = store
         self._runner = Runner(model, store, observer)
+        self._rechecks = Rechecks(pool, store.kept, config.recheck_share, random or Random())
         scheduling = SchedulerConfig(
             config.max_tokens_per_step, config.max_running, config.growth_tokens
         )
@@ -214,6 +223,22 @@ class Engine:
         with self._changed:
             self._scheduler.unpin(block_ids)
 
+    def sample_reuse(self, names: Sequence[BlockHash]) -> "Future[None] | None":
+        """Draw among the blocks that a prompt with these names would share now. If any is drawn:
+        done when they are checked, and those that have changed are dropped.
+        """
+        with self._changed:
+            if self._is_over or not self._rechecks.sample(names):
+                return None
+            self._tell()
+            return self._rechecks.await_due()
+
+    def suspect(self, names: Sequence[BlockHash]) -> None:
+        """Somebody has found one of these blocks changed: check all that are here."""
+        with self._changed:
+            if not self._is_over and self._rechecks.suspect(names):
+                self._tell()
+
     def flush_cache(self) -> int:
         with self._changed:
             return self._pool.flush()
@@ -295,17 +320,56 @@ class Engine:
             if self._death is not None:
                 return False
             self._news = False
+            for names in self._roster.unsampled():
+                self._rechecks.sample(names)
+            due, waiting = self._rechecks.take()
+        self._check_due(due, waiting)
+        with self._changed:
+            if self._death is not None:
+                return False
             told = self._roster.settle()
             step, failed = self._roster.plan()
             plan = step.plan(self._roster.stats.steps)
         self._deliver(told + failed)
         if not step.slices:
-            return bool(told or failed)
+            return bool(told or failed or due)
         started = self._clock.now()
         self._execute(step, plan)
         with self._changed:
             self._gauge.measure(step, (self._clock.now() - started) * 1000)
         return True
+
+    def _check_due(self, due: Due, waiting: "Sequence[Future[None]]") -> None:
+        try:
+            if due:
+                self._check_blocks(due)
+                with self._changed:
+                    self._roster.rechecked(len(due))
+        finally:
+            for future in waiting:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(None)
+
+    def _check_blocks(self, due: Due) -> None:
+        """Hold them against their digests on every rank; drop those that any rank finds changed."""
+        plan = StepPlan(0, kind=Kind.CHECK, checks=tuple(due))
+        if self._comm.size > 1:
+            self._comm.broadcast_ints(plan.encode())
+        findings = recheck(self._store, self._comm, plan.checks)
+        told: list[Delivery] = []
+        with self._changed:
+            for block_id, ranks in findings.items():
+                num_names = self._pool.disown(due[block_id], block_id)
+                if num_names:
+                    reason = (
+                        f"block {block_id} is not what it was when it was cached, on rank"
+                        f" {', '.join(map(str, ranks))}: it is dropped from the cache, with"
+                        f" {num_names - 1} that follow it, and what needs them is computed again"
+                    )
+                    log.error("%s", reason)
+                    self._roster.disowned(num_names)
+                    told += self._roster.taint({block_id}, reason)
+        self._deliver(told)
 
     def _execute(self, step: Step, plan: StepPlan) -> None:
         if self._comm.size > 1:
@@ -333,22 +397,26 @@ class Engine:
             self._die(error if reason is None else RankLost(reason))
 
     def _idle(self) -> None:
+        beat_s = self._config.quiet_s if self._rechecks.has_blanks else self._config.idle_beat_s
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._news or self._stopping, timeout=self._config.idle_beat_s
-            )
+            self._changed.wait_for(lambda: self._news or self._stopping, timeout=beat_s)
             if self._news or self._stopping:
                 return
+            blanks = self._rechecks.take_blanks()
         reason = self._lost_rank()
         if reason is not None:
             raise RankLost(reason)
-        if self._comm.size > 1:
+        if blanks:
+            self._check_blocks(blanks)
+        elif self._comm.size > 1:
             self._comm.broadcast_ints(StepPlan(0, kind=Kind.IDLE).encode())
 
     def _finish(self) -> None:
         with self._changed:
             told = self._roster.settle()
             told += self._roster.fail_all("UNAVAILABLE", "the worker is stopping")
+            _, waiting = self._rechecks.take()
+        self._check_due({}, waiting)
         self._deliver(told)
         if self._comm.size > 1:
             self._comm.broadcast_ints(StepPlan(0, kind=Kind.STOP).encode())
@@ -361,7 +429,9 @@ class Engine:
             code = "UNAVAILABLE" if isinstance(error, RankLost) else "INTERNAL"
             told = self._roster.settle()
             told += self._roster.fail_all(code, f"the engine has ended: {error}")
+            _, waiting = self._rechecks.take()
             self._tell()
+        self._check_due({}, waiting)
         self._deliver(told)
         self._on_death(error)
 
@@ -413,8 +483,12 @@ class Engine:
         if not 0 <= min(token_ids) <= max(token_ids) < size:
             raise Refused(f"a token id is outside the vocabulary of {size}")
 
+    @property
+    def _is_over(self) -> bool:
+        return self._death is not None or self._stopping
+
     def _check_alive(self) -> None:
-        if self._death is not None or self._stopping:
+        if self._is_over:
             raise EngineStopped("the engine takes no more requests")
 
     def _queued_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """Ranks 1 and up: do what rank 0 says, until it says stop."""
 
+from engine.recheck import recheck
 from engine.runner import Runner, SliceObserver
 from engine.step_plan import Kind, StepPlan
 from kvcache.kv_store import KvStore
@@ -17,3 +18,5 @@ def run(model: Model, store: KvStore, comm: Comm, observer: SliceObserver | None
             return
         if plan.kind is Kind.RUN:
             runner.run(plan)
+        elif plan.kind is Kind.CHECK:
+            recheck(store, comm, plan.checks)

@@ -189,6 +189,8 @@ class Choice:
     num_computed: int = 0  # tokens whose KV is in the cache
     num_named: int = 0  # blocks of the table that were named, or shared under their name
     num_promised: int = 0  # blocks still to be had from the pool, whoever else wants some
+    sampled: bool = False  # a share of what it may share has been checked since it was queued
+    tainted: bool = False  # a block of its table has been found changed
 
     @property
     def num_tokens(self) -> int:

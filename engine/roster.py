@@ -11,7 +11,7 @@ given back only by settle, plan and commit, so never while the step runs.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.request import (
@@ -29,6 +29,7 @@ from engine.request import (
 from engine.sampler import Draw, Drawn
 from engine.scheduler import Scheduler, Slice, Step
 from engine.stop_rules import StopRules
+from kvcache.block_hash import BlockHash
 
 Delivery = tuple[Request, Output]
 MakeRules = Callable[[Request], StopRules]
@@ -48,6 +49,9 @@ class Stats:
     computed_tokens: int = 0
     generated_tokens: int = 0
     nonfinite_requests: int = 0  # of the failed: the model's logits were no numbers
+    rechecked_blocks: int = 0  # held against their digests, before they were shared
+    rotten_blocks: int = 0  # of them: changed since they were cached
+    disowned_blocks: int = 0  # dropped with these, because they follow them
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +175,9 @@ class Roster:
             (choice,) = request.choices
             self._scheduler.adopt(choice)
             self._append(self._all_choices(choice), first_tokens, out)
+            if choice.tainted:
+                for each in request.choices:
+                    self._scheduler.send_back(each)
         for request_id in sorted(self._cancelled):
             cancelled = self._requests.get(request_id)
             if cancelled is not None and cancelled.state is not State.HELD:
@@ -197,6 +204,33 @@ class Roster:
         step.slices = [s for s in step.slices if s.choice in s.choice.request.choices]
         self._stats.steps += bool(step.slices)
         return step, out
+
+    def unsampled(self) -> list[list[BlockHash]]:
+        """What prompts are about to share, to draw a sample from."""
+        return [self._scheduler.shareable(each) for each in self._scheduler.unsampled()]
+
+    def taint(self, block_ids: Container[int], reason: str) -> list[Delivery]:
+        """These blocks have changed: whoever runs on one goes back to the queue, or fails where
+        somebody outside reads its blocks.
+        """
+        out: list[Delivery] = []
+        scheduler = self._scheduler
+        for choice in (*scheduler.running, *scheduler.reserved):
+            choice.tainted |= any(block_id in block_ids for block_id in choice.block_table)
+        for choice in [choice for choice in scheduler.running if choice.tainted]:
+            if not choice.request.pinned:
+                scheduler.send_back(choice)
+            elif choice in choice.request.choices:
+                self._fail(choice.request, "DATA_LOSS", reason, out)
+        return out
+
+    def rechecked(self, num_blocks: int) -> None:
+        self._stats.rechecked_blocks += num_blocks
+
+    def disowned(self, num_blocks: int) -> None:
+        """A block has changed; with those that follow it so many lost their names."""
+        self._stats.rotten_blocks += 1
+        self._stats.disowned_blocks += num_blocks - 1
 
     def draws(self, step: Step) -> list[Draw]:
         """The tokens to be drawn after the step: one a slice that ends its choice's pending

@@ -48,6 +48,7 @@ class Runner:
         observer = self._observer
         if observer is not None:
             observer.begin(plan)
+        self._store.kept.forget(_written(plan, self._store.spec.block_size))
         for copies in _independent(plan.copies):
             self._store.copy_blocks(copies)
         batch = make_batch(plan, self._store.spec.block_size, self._store.layer(0).device)
@@ -96,6 +97,15 @@ def make_batch(plan: StepPlan, block_size: int, device: torch.device | str) -> B
     columns = list(torch.split(flat, [part.size for part in parts]))
     columns[5] = columns[5].view(tables_SB.shape)
     return Batch(*columns)
+
+
+def _written(plan: StepPlan, block_size: int) -> list[int]:
+    """The blocks that the plan's slices write to."""
+    return [
+        block_id
+        for part in plan.slices
+        for block_id in part.block_table[part.start // block_size : -(-part.stop // block_size)]
+    ]
 
 
 def _independent(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

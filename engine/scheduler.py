@@ -14,6 +14,9 @@ A prompt whose KV comes from elsewhere is promised its blocks, and a few to grow
 begun it can be received and then decoded, whatever runs beside it. Which blocks those are is
 decided when they are about to be written. Until then they serve as cache.
 
+Before a prompt shares cached blocks, a sample of them is held against their digests
+(`engine.recheck`). Whoever runs on one that has changed is sent back, as if preempted.
+
 The oldest choice can take every block that is not pinned, held or promised; those come back by
 themselves. So something always moves, or is reported as outgrown: it needs more than the pool has.
 """
@@ -114,7 +117,20 @@ class Scheduler:
             )
 
     def queue(self, choice: Choice) -> None:
+        choice.sampled = choice.tainted = False
         insort(self.waiting, choice, key=_age)
+
+    def unsampled(self) -> list[Choice]:
+        """Those that may soon be admitted, and have not been told before."""
+        ahead = self.waiting[: max(0, self.num_seats_free)]
+        fresh = [choice for choice in ahead if not choice.sampled]
+        for choice in fresh:
+            choice.sampled = True
+        return fresh
+
+    def shareable(self, choice: Choice) -> list[BlockHash]:
+        """The blocks that it would share, if they are resident, when it is admitted."""
+        return choice.names[: (choice.num_tokens - 1) // self._spec.block_size]
 
     def next_step(self) -> Step:
         step = Step()
@@ -197,6 +213,12 @@ class Scheduler:
         request = part.choice.request
         request.num_computed_tokens += max(0, min(part.stop, len(request.prompt)) - part.start)
         self._name_full_blocks(part.choice)
+
+    def send_back(self, choice: Choice) -> None:
+        """A running choice gives its blocks back and queues again; what it has put out stands."""
+        self.running.remove(choice)
+        self._release(choice)
+        self.queue(choice)
 
     def drop(self, choice: Choice) -> None:
         """Take a choice out, wherever it is, and give its blocks back."""
@@ -315,9 +337,7 @@ class Scheduler:
             if victim.age <= than.age:
                 return False
             if not victim.request.pinned:
-                self.running.remove(victim)
-                self._release(victim)
-                self.queue(victim)
+                self.send_back(victim)
                 self.num_preemptions += 1
                 return True
         return False
@@ -330,7 +350,7 @@ class Scheduler:
         if self._seats(choice) > self.num_seats_free:
             return False
         request = choice.request
-        known = choice.names[: (choice.num_tokens - 1) // self._spec.block_size]
+        known = self.shareable(choice)
         slots = request.max_slots if request.pinned else 0
         try:
             self._take_table(choice, known, slots, (*self.running, *self.reserved))

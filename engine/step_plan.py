@@ -1,12 +1,13 @@
 """What rank 0 tells the other ranks to do in one step, as one array of integers.
 
     run    compute these slices, after these block copies
+    check  hold these blocks against their digests, and tell rank 0 which have changed
     idle   nothing: rank 0 is alive
     stop   nothing, ever again
 
-The array: kind, step id, number of slices, number of copies, and the copies; then for each slice
-its request key, first position, whether its logits are wanted, number of tokens, length of its
-block table, the tokens, the table.
+The array: kind, step id, number of slices, of copies, and of blocks to check; the copies and the
+blocks; then for each slice its request key, first position, whether its logits are wanted, number
+of tokens, length of its block table, the tokens, the table.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-_HEAD = 4
+_HEAD = 5
 _SLICE_HEAD = 5
 
 
@@ -25,6 +26,7 @@ class Kind(IntEnum):
     RUN = 1
     IDLE = 2
     STOP = 3
+    CHECK = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,14 @@ class StepPlan:
     slices: tuple[SlicePlan, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), in order, before the slices
     kind: Kind = Kind.RUN
+    checks: tuple[int, ...] = ()  # blocks
 
     def encode(self) -> Ints:
-        numbers = [self.kind, self.step_id, len(self.slices), len(self.copies)]
+        counts = (len(self.slices), len(self.copies), len(self.checks))
+        numbers = [self.kind, self.step_id, *counts]
         for copy in self.copies:
             numbers += copy
+        numbers += self.checks
         for part in self.slices:
             numbers += (
                 part.request_key,
@@ -71,9 +76,11 @@ class StepPlan:
         numbers: list[int] = ints.tolist()
         if len(numbers) < _HEAD:
             raise ValueError(f"a step plan of {len(numbers)} numbers has no head")
-        kind, step_id, num_slices, num_copies = numbers[:_HEAD]
+        kind, step_id, num_slices, num_copies, num_checks = numbers[:_HEAD]
         at = _HEAD + 2 * num_copies
         copies = tuple(zip(numbers[_HEAD:at:2], numbers[_HEAD + 1 : at : 2], strict=True))
+        checks = tuple(numbers[at : at + num_checks])
+        at += num_checks
         slices: list[SlicePlan] = []
         for _ in range(num_slices):
             key, start, wants_logits, num_tokens, num_blocks = numbers[at : at + _SLICE_HEAD]
@@ -85,4 +92,4 @@ class StepPlan:
             slices.append(SlicePlan(key, start, tokens, table, bool(wants_logits)))
         if at != len(numbers):
             raise ValueError(f"step plan {step_id} is {len(numbers)} numbers long, not {at}")
-        return cls(step_id, tuple(slices), copies, Kind(kind))
+        return cls(step_id, tuple(slices), copies, Kind(kind), checks)

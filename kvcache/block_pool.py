@@ -147,17 +147,22 @@ class BlockPool:
             count += 1
         return count
 
-    def share(self, names: Iterable[BlockHash]) -> list[int]:
-        """Own the longest run of resident blocks, stopping at the first miss.
-
-        Raises OutOfBlocks, owning nothing, where that would leave too few for what is promised.
-        """
+    def find(self, names: Iterable[BlockHash]) -> list[int]:
+        """The blocks that `share` would give. Owns nothing."""
         block_ids: list[int] = []
         for name in names:
             block_id = self._named.get(name)
             if block_id is None:
                 break
             block_ids.append(block_id)
+        return block_ids
+
+    def share(self, names: Iterable[BlockHash]) -> list[int]:
+        """Own the longest run of resident blocks, stopping at the first miss.
+
+        Raises OutOfBlocks, owning nothing, where that would leave too few for what is promised.
+        """
+        block_ids = self.find(names)
         revived = [block_id for block_id in block_ids if self._blocks[block_id].refcount == 0]
         self._require(len(revived))
         for block_id in block_ids:
@@ -231,6 +236,26 @@ class BlockPool:
             if block.refcount == 0 and block.name is not None:
                 self._forget(block, Reason.FLUSHED)
         return num_cached
+
+    def disown(self, name: BlockHash, block_id: int) -> int:
+        """The block that bears this name is not what it should be: forget the name, and all below
+        it. Returns how many names are gone, 0 when the block does not bear it any more.
+        """
+        if not self.bears(block_id, name):
+            return 0
+        block = self._blocks[block_id]
+        account = Account.IN_USE if block.refcount else Account.CACHED
+        self._post(account, account, Reason.ROTTEN, (block_id,))
+        num_below = len(self._below(block))
+        self._forget(block, Reason.DISOWNED)
+        return num_below
+
+    def named(self) -> dict[int, BlockHash]:
+        """Every block that bears a name, with it."""
+        return {block_id: name for name, block_id in self._named.items()}
+
+    def bears(self, block_id: int, name: BlockHash) -> bool:
+        return self._named.get(name) == block_id
 
     def take_stock(self) -> None:
         """Enter into the ledger how many blocks the pool itself counts in each account."""

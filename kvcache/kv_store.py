@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
 from kvcache.head_map import HeadInterval
+from kvcache.kept_digests import BlockRotten, KeptDigests
 from kvcache.layout import MEMORY_ORDER, KvLayout
 from kvcache.pool_cells import PoolCells
 from kvcache.spec import CacheSpec, LayerGroup, LayerKind, ShardAxis
@@ -25,6 +26,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "int64": torch.int64,
 }
+
+RECHECK_BLOCKS = 16  # read at once: of them one layer lies in memory a second time
 
 
 class KvStore:
@@ -49,15 +52,34 @@ class KvStore:
             shape = _pool_shape(spec, group, len(kv_heads), num_blocks)
             for layer in group.layers:
                 self._layers[layer] = _pool(shape, layout, DTYPES[spec.dtype], device)
-        self._cells = PoolCells(spec, kv_heads, self._layers, num_blocks)
+        num_planes = {layer: len(g.planes) for g in spec.groups for layer in g.layers}
+        self.kept = KeptDigests(num_blocks, len(kv_heads), num_planes)
+        self._cells = PoolCells(spec, kv_heads, self._layers, num_blocks, kept=self.kept)
 
     @property
     def num_layers(self) -> int:
         return len(self._layers)
 
     def layer(self, layer: int) -> Tensor:
-        """The live pool_NPHSD of one layer."""
+        """The live pool_NPHSD of one layer. Who writes to it says so (`kept.forget`)."""
         return self._layers[layer]
+
+    def recheck(self, block_ids: Sequence[int]) -> list[int]:
+        """Digest these blocks anew; returns those that are not what they were when cached.
+
+        Of a cell without a digest it is kept.
+        """
+        rotten: set[int] = set()
+        heads = list(self.kv_heads)
+        for start in range(0, len(block_ids), RECHECK_BLOCKS):
+            some = block_ids[start : start + RECHECK_BLOCKS]
+            for layer, pool_NPHSD in self._layers.items():
+                digests = np.empty(len(some) * len(heads) * pool_NPHSD.shape[1], np.uint64)
+                try:
+                    self._cells.gather_cells(layer, some, heads, digests=digests)
+                except BlockRotten as found:
+                    rotten.update(found.block_ids)
+        return sorted(rotten)
 
     def gather_cells(
         self,
@@ -88,6 +110,7 @@ class KvStore:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `src` to block `dst` for each (src, dst) in turn, in every layer."""
+        self.kept.forget([dst for _, dst in pairs])
         for run in _independent_runs(pairs):
             src_C, dst_C = (self._ids(block_ids) for block_ids in zip(*run, strict=True))
             for pool_NPHSD in self._layers.values():
@@ -98,6 +121,7 @@ class KvStore:
 
         For tests: a stale or foreign slot that takes part in anything is then seen.
         """
+        self.kept.forget_all()
         for pool_NPHSD in self._layers.values():
             floating = pool_NPHSD.dtype.is_floating_point
             pool_NPHSD.fill_(float("nan") if floating else -0x0BADCAFE)

@@ -47,7 +47,7 @@ def _keys(rows: Rows) -> NDArray[np.intp]:
 
 def _balance(moves: Rows) -> Rows:
     """One row of FORWARD for each run of blocks in the same account with as many owners."""
-    moves = moves[moves["reason"] != Reason.COUNTED]
+    moves = moves[~np.isin(moves["reason"], (Reason.COUNTED, Reason.ROTTEN))]
     if not len(moves):
         return np.zeros(0, ROW)
     size = int((moves["first"].astype(np.int64) + moves["count"]).max())

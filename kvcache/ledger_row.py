@@ -10,7 +10,9 @@ Blocks of a pool, on rank 0. `n` owners; SHARED, FORKED and LET_GO change only t
     OUTSIDE --OPENED--> FREE --TAKEN--> IN_USE(n) --RELEASED--> FREE
                           ^               |   ^ SHARED, FORKED: n+1, LET_GO: n-1
                           |              KEPT REVIVED
-                          +--EVICTED--- CACHED     (FLUSHED, too)
+                          +--EVICTED--- CACHED     (FLUSHED and DISOWNED, too)
+
+ROTTEN says of a block that it stays where it is, and is not what it was when it was named.
 
 Promises are numbers of blocks, from PROMISED to TAKEN_UP.
 
@@ -106,6 +108,8 @@ class Reason(IntEnum):
     FORWARD = 12  # the balance at the head of a page
     PROMISED = 13
     TAKEN_UP = 14  # or given up: the promise is over
+    ROTTEN = 15  # its cells are not those that its digests were made of
+    DISOWNED = 16  # it hangs under such a block, or is one
     # bindings
     READ = 20
     WRITE = 21

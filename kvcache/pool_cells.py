@@ -22,6 +22,7 @@ from kernels.gather_blocks import gather_cells
 from kernels.scatter_blocks import scatter_cells
 from kvcache.cells import bad_cells, cell_digests
 from kvcache.head_map import HeadInterval
+from kvcache.kept_digests import BlockRotten, KeptDigests
 from kvcache.spec import CacheSpec
 
 
@@ -35,14 +36,19 @@ class PoolCells:
         layers: Mapping[int, Tensor],
         num_blocks: int,
         parts: int = 1,
+        kept: KeptDigests | None = None,
     ) -> None:
-        """With `parts`, part p of block b counts as block b * parts + p, of S / parts slots."""
+        """With `parts`, part p of block b counts as block b * parts + p, of S / parts slots.
+
+        `kept` are the digests of whole blocks: those of parts are not kept.
+        """
         self.spec = replace(spec, block_size=spec.block_size // parts)
         self._whole = spec
         self._kv_heads = kv_heads
         self._layers = layers
         self._num_blocks = num_blocks * parts
         self._parts = parts
+        self._kept = kept
         on_host = next(iter(layers.values())).device.type == "cpu"
         self._host = host_cells.load() if on_host else None
 
@@ -52,7 +58,8 @@ class PoolCells:
         if parts < 1 or rest:
             raise ValueError(f"blocks of {self.spec.block_size} tokens have none of {block_size}")
         whole, num_blocks = self._whole, self._num_blocks // self._parts
-        return PoolCells(whole, self._kv_heads, self._layers, num_blocks, parts * self._parts)
+        parts *= self._parts
+        return PoolCells(whole, self._kv_heads, self._layers, num_blocks, parts, self._kept)
 
     def gather_cells(
         self,
@@ -68,10 +75,15 @@ class PoolCells:
         With `tail_tokens`, only so many slots of the last block have meaning, and the rest of it
         comes out zero, so that equal tokens give equal digests. `out` takes the cells, as many
         bytes as they are; else they come in memory of their own. `digests` [num_cells] takes
-        their digests, made on the way.
+        their digests, made on the way; whole blocks are then held against the digests that were
+        kept of them, and BlockRotten is raised for those that have changed.
         """
         pool_NPHSD = self._layers[layer]
         runs = self._local_runs(heads)
+        whole = block_ids if tail_tokens is None else block_ids[:-1]
+        written = None
+        if self._kept is not None and self._parts == 1 and digests is not None:
+            written = self._kept.written(whole)
         slot_bytes = pool_NPHSD.shape[4] * pool_NPHSD.element_size()
         cell_bytes = self.spec.block_size * slot_bytes
         shape = (len(block_ids), len(heads), pool_NPHSD.shape[1], cell_bytes)
@@ -102,6 +114,11 @@ class PoolCells:
                 digests_BN[-1] = cell_digests(cells_BHPC[-1].reshape(-1, cell_bytes))
         if digests is not None and self._host is None:
             digests[:] = cell_digests(cells_BHPC.reshape(-1, cell_bytes))
+        if self._kept is not None and written is not None and digests is not None:
+            digests_BHP = digests.reshape(shape[:3])[: len(whole)]
+            rotten = self._kept.compare(layer, whole, self._locals(heads), digests_BHP, written)
+            if rotten:
+                raise BlockRotten(rotten, layer)
         return cells_BHPC.reshape(-1, cell_bytes)
 
     def scatter_cells(
@@ -118,6 +135,32 @@ class PoolCells:
         are the others, as rows of [num_cells, cell_bytes]. Raises ValueError when `cells` is not
         exactly as many bytes as that.
         """
+        if self._kept is None:
+            return self._scatter(layer, block_ids, heads, cells, digests)
+        self._check_ids(block_ids)
+        self._local_runs(heads)
+        touched = sorted({block_id // self._parts for block_id in block_ids})
+        local = self._locals(heads)
+        self._kept.forget_cells(layer, touched, local)
+        bad = self._scatter(layer, block_ids, heads, cells, digests)
+        if digests is None or self._parts > 1:
+            self._kept.forget_cells(layer, touched, local)
+        else:
+            shape = (len(block_ids), len(heads), -1)
+            good = np.ones(len(digests), np.bool_)
+            good[bad] = False
+            good_BH = np.asarray(good.reshape(shape).all(axis=2))
+            self._kept.keep(layer, block_ids, local, digests.reshape(shape), good_BH)
+        return bad
+
+    def _scatter(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: bytes | bytearray | memoryview | NDArray[np.uint8],
+        digests: NDArray[np.uint64] | None,
+    ) -> NDArray[np.intp]:
         pool_NPHSD = self._layers[layer]
         runs = self._local_runs(heads)
         num_planes, head_dim = pool_NPHSD.shape[1], pool_NPHSD.shape[4]
@@ -181,6 +224,9 @@ class PoolCells:
     def _ids(self, block_ids: Sequence[int], device: torch.device) -> Tensor:
         self._check_ids(block_ids)
         return torch.tensor(block_ids, dtype=torch.int64).to(device)
+
+    def _locals(self, heads: Sequence[int]) -> list[int]:
+        return [head - self._kv_heads.start for head in heads]
 
     def _local_runs(self, heads: Sequence[int]) -> list[tuple[int, int]]:
         """The runs [lo, hi) of consecutive local heads that make up `heads`."""

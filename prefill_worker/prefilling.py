@@ -17,11 +17,22 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from engine.engine import Engine
 from engine.request import Admitted, Request, TokenOutput
 from prefill_worker.ranks import ShipsPrompts
 from protos import worker_pb2 as pb
-from transport.orders import Identity, ShipmentKey, ShipmentOrder, ShipmentReport, Target
+from transport.orders import (
+    Code,
+    Identity,
+    ShipmentKey,
+    ShipmentOrder,
+    ShipmentReport,
+    Target,
+    TransferFailed,
+)
 from transport.shipper import Shipper
 from worker.cleanups import Cleanups
 from worker.outputs import Outputs
@@ -102,7 +113,9 @@ class Prefilling:
                 yield _done(prompt.request, [])
         finally:
             shipped.cancel()
-            await asyncio.gather(shipped, return_exceptions=True)
+            (end,) = await asyncio.gather(shipped, return_exceptions=True)
+            if _is_loss(end):  # by the link, or in the cache
+                self._engine.suspect(prompt.request.names)
 
     async def _let_go(self, prompt: _Prompt) -> None:
         if not prompt.committed:
@@ -126,6 +139,12 @@ async def _before(
         return await taken
     finally:
         taken.cancel()
+
+
+def _is_loss(end: object) -> bool:
+    if isinstance(end, TransferFailed):
+        return end.code is Code.DATA_LOSS
+    return isinstance(end, grpc.aio.AioRpcError) and end.code() is grpc.StatusCode.DATA_LOSS
 
 
 def _order(call: pb.PrefillRequest, request: Request, identity: Identity) -> ShipmentOrder:

@@ -4,6 +4,7 @@ import asyncio
 from concurrent.futures import Executor
 from functools import partial
 
+from kvcache.kept_digests import BlockRotten
 from transport.clock import Clock
 from transport.departure import CellSource, Departure, gather
 from transport.departures import Departures
@@ -97,6 +98,8 @@ class Pumps:
                 await departure.stirred[rank].wait()
         except LinkClosed:
             pass  # `_lose` is told, too
+        except BlockRotten as error:  # decode takes nothing of it, and the engine drops it
+            self._departures.fail(departure, Code.DATA_LOSS, f"{pair.where()}: {error}")
         except OSError as error:  # of this wire: another pair may do better
             self._departures.fail(
                 departure, Code.UNAVAILABLE, f"{pair.where()} cannot be sent: {error!r}"

@@ -59,6 +59,20 @@ class _EngineCollector(Collector):
         yield self._gauge("kvferry_backlog_seconds", "Time the queued tokens will take", backlog_s)
         yield self._gauge("kvferry_requests_held", "Prompts not committed", books.held_requests)
         yield self._counter("kvferry_steps", "Steps of the engine", stats.steps)
+        for name, text, value in (
+            (
+                "rechecked",
+                "Cached blocks digested again before they were shared",
+                stats.rechecked_blocks,
+            ),
+            ("rotten", "Cached blocks that had changed since", stats.rotten_blocks),
+            (
+                "disowned",
+                "Cached blocks dropped because they follow such a one",
+                stats.disowned_blocks,
+            ),
+        ):
+            yield self._counter(f"kvferry_blocks_{name}", text, value)
         yield self._counter(
             "kvferry_requests_failed", "Requests that ended early", stats.failed_requests
         )

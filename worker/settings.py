@@ -55,6 +55,10 @@ class WorkerSettings(BaseModel):
     drain_s: Annotated[float, Field(ge=0, le=600)] = 10.0  # what runs may finish at SIGTERM
     test_faults: str = ""  # for tests alone: what a prefill worker's wires do wrong
 
+    # Of cached blocks, each time a prompt is about to share them: so many are digested again and
+    # dropped if they have changed. 1: all of them; 0: none.
+    recheck_share: Annotated[float, Field(ge=0, le=1)] = 1 / 64
+
     # Where every block and cell went, for `kvferry audit`: always in memory, the last pages of it.
     # In a folder it is there however the process ends.
     ledger_dir: Path | None = None

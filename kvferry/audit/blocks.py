@@ -21,6 +21,7 @@ class BlockBook:
         self._bound: dict[int, dict[TransferKey, int]] = {}  # READ or WRITE, until the end
         self._of: dict[TransferKey, list[int]] = {}
         self.num_promised = 0
+        self.num_rotten = 0  # found changed since they were cached
 
     @property
     def num_blocks(self) -> int:
@@ -36,6 +37,9 @@ class BlockBook:
                 name = Account(source).name
                 what = f"the pool counts {count} blocks {name}, the books say {found}"
                 self._say(Rule.COUNT_DIFFERS, what)
+            return
+        if reason == Reason.ROTTEN:
+            self.num_rotten += count
             return
         for block in range(first, first + count):
             if reason == Reason.OPENED and block in self._account:

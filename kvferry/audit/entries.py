@@ -16,6 +16,8 @@ _ENTRIES: dict[Book, dict[R, tuple[tuple[A, A], ...]]] = {
         R.KEPT: ((A.IN_USE, A.CACHED),),
         R.EVICTED: ((A.CACHED, A.FREE),),
         R.FLUSHED: ((A.CACHED, A.FREE),),
+        R.ROTTEN: ((A.CACHED, A.CACHED), (A.IN_USE, A.IN_USE)),
+        R.DISOWNED: ((A.CACHED, A.FREE),),
         R.COUNTED: ((A.FREE, A.FREE), (A.CACHED, A.CACHED), (A.IN_USE, A.IN_USE)),
         R.FORWARD: ((A.OUTSIDE, A.FREE), (A.OUTSIDE, A.CACHED), (A.OUTSIDE, A.IN_USE)),
     },

@@ -4,6 +4,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ class SmallWorker:
         config: ChecksumConfig = CONFIG,
         lost_rank: Callable[[], str | None] = lambda: None,
         on_death: Callable[[Exception], None] = lambda error: None,
+        random: Random | None = None,
         **engine: Any,
     ) -> None:
         comm = comm or SingleComm()
@@ -106,6 +108,7 @@ class SmallWorker:
         self.model = model or ChecksumModel(config, self.heads, comm, block_size)
         self.store = KvStore(self.model.spec, self.heads.kv[0], num_blocks)
         self.store.poison()
+        self.other_stores: list[KvStore] = []  # of ranks 1 and up
         self.pool = BlockPool(num_blocks)
         self.engine = Engine(
             EngineConfig(**engine),
@@ -119,6 +122,7 @@ class SmallWorker:
             observer=observer,
             lost_rank=lost_rank,
             on_death=on_death,
+            random=random or Random(7),
         )
         self.heard: list[Heard] = []
 

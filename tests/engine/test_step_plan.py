@@ -13,6 +13,7 @@ plans = st.builds(
     st.lists(slices, max_size=4).map(tuple),
     st.lists(st.tuples(ints, ints), max_size=3).map(tuple),
     st.sampled_from(Kind),
+    tuples,
 )
 
 
@@ -24,7 +25,9 @@ def test_a_plan_comes_back_whole_from_its_array(plan: StepPlan) -> None:
 def test_the_array_is_a_contract() -> None:
     part = SlicePlan(7, start=16, token_ids=(5, 6), block_table=(3, 1), wants_logits=True)
     plan = StepPlan(9, (part,), copies=((4, 8),))
-    assert plan.encode().tolist() == [1, 9, 1, 1, 4, 8, 7, 16, 1, 2, 2, 5, 6, 3, 1]
+    assert plan.encode().tolist() == [1, 9, 1, 1, 0, 4, 8, 7, 16, 1, 2, 2, 5, 6, 3, 1]
+    check = StepPlan(0, kind=Kind.CHECK, checks=(3, 1))
+    assert check.encode().tolist() == [4, 0, 0, 0, 2, 3, 1]
 
 
 def test_a_plan_cut_short_or_too_long_is_refused() -> None:

@@ -27,9 +27,11 @@ def group(tp: int, num_blocks: int = 40, **engine: Any) -> Iterator[SmallWorker]
     comms = ThreadComm.group(tp, timeout_s=20)
     ended: list[int] = []
 
+    models = [ChecksumModel(CONFIG, heads, comm, 16) for comm in comms[1:]]
+    stores = [KvStore(m.spec, heads.kv[rank], num_blocks) for rank, m in enumerate(models, 1)]
+
     def follow(comm: ThreadComm) -> None:
-        model = ChecksumModel(CONFIG, heads, comm, 16)
-        store = KvStore(model.spec, heads.kv[comm.rank], num_blocks)
+        model, store = models[comm.rank - 1], stores[comm.rank - 1]
         store.poison()
         follower.run(model, store, comm)
         ended.append(comm.rank)
@@ -38,6 +40,7 @@ def group(tp: int, num_blocks: int = 40, **engine: Any) -> Iterator[SmallWorker]
     for thread in threads:
         thread.start()
     worker = SmallWorker(num_blocks, comm=comms[0], **engine)
+    worker.other_stores = stores
     worker.engine.start()
     try:
         yield worker

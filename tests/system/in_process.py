@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from random import Random
 from typing import TypeVar
 
 import grpc.aio
@@ -298,7 +299,9 @@ def _engine(
     ledger: Ledger,
     stack: AsyncExitStack,
 ) -> Engine:
-    config = EngineConfig(settings.max_tokens_per_step, settings.max_running)
+    config = EngineConfig(
+        settings.max_tokens_per_step, settings.max_running, recheck_share=settings.recheck_share
+    )
     engine = Engine(
         config,
         parts[0].model,
@@ -309,6 +312,7 @@ def _engine(
         MonotonicClock(),
         tokenizer=source.tokenizer(),
         observer=observers[0],
+        random=Random(7),
     )
     threads = [
         threading.Thread(

@@ -1,0 +1,127 @@
+"""What it costs to hold cached blocks against their digests.
+
+`make bench-recheck`. The same cached prompt of SmolLM2 is asked for again and again, in turn by
+engines that check no block of it, 1 in 64 (the default), and all; beside them the price of a block,
+and of telling, at each step, which blocks are written.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.clock import MonotonicClock
+from engine.engine import Engine, EngineConfig
+from engine.request import Output, Request
+from engine.sampling_params import SamplingParams
+from kvcache.block_pool import BlockPool
+from kvcache.kv_store import KvStore
+from kvferry.transfer_bench.report import Row, row, write
+from model.comm import SingleComm
+from model.source import ModelSource, open_model
+from worker.rank_parts import RankParts, build_rank
+from worker.settings import WorkerSettings
+
+OUT = Path("bench/out/recheck.json")
+SHARES = {"none": 0.0, "1 in 64": 1 / 64, "all": 1.0}
+NUM_TOKENS = 1024
+NUM_BLOCKS = 80
+RUNS = 41
+
+
+def prompt_of(vocab_size: int) -> list[int]:
+    return [(7 * i * i + 3 * i) % vocab_size for i in range(NUM_TOKENS)]
+
+
+def make_engine(source: ModelSource, parts: RankParts, share: float) -> Engine:
+    """With a pool of its own, in which the prompt is cached and has its digests."""
+    store = KvStore(parts.spec, parts.kv_heads, NUM_BLOCKS)
+    config = EngineConfig(max_tokens_per_step=NUM_TOKENS, recheck_share=share)
+    engine = Engine(
+        config,
+        parts.model,
+        store,
+        BlockPool(NUM_BLOCKS),
+        SingleComm(),
+        source.namespace("float32"),
+        MonotonicClock(),
+        random=Random(1),
+    )
+    ask(engine, prompt_of(source.vocab_size))
+    store.recheck(range(NUM_BLOCKS))
+    return engine
+
+
+def ask(engine: Engine, prompt: Sequence[int]) -> float:
+    """Milliseconds to the first token."""
+    heard: list[Output] = []
+    number = engine.new_key()
+    request = Request(
+        f"r{number}", number, prompt, SamplingParams(1, temperature=0.0), heard.append
+    )
+    began = time.perf_counter()
+    engine.add(request)
+    while engine.step():
+        pass
+    took = (time.perf_counter() - began) * 1e3
+    assert heard, "the request was not answered"
+    return took
+
+
+def timed(work: Callable[[], object], per: int = 1) -> list[float]:
+    """Microseconds each, of `per` things done at once."""
+    times = []
+    for _ in range(RUNS):
+        began = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - began) * 1e6 / per)
+    return times
+
+
+def measure() -> list[Row]:
+    source = open_model("smollm2")
+    settings = WorkerSettings(name="bench", num_blocks=NUM_BLOCKS)
+    parts = build_rank(settings, source, SingleComm())
+    engines = {name: make_engine(source, parts, share) for name, share in SHARES.items()}
+    times: dict[str, list[float]] = {name: [] for name in SHARES}
+    for _ in range(RUNS):
+        for name, engine in engines.items():
+            times[name].append(ask(engine, prompt_of(source.vocab_size)))
+    store = parts.store
+    store.recheck(range(NUM_BLOCKS))
+    rows = [row("a block, checked", timed(lambda: store.recheck(range(64)), 64), unit="us")]
+    rows.append(
+        row("a step's note of 32 blocks", timed(lambda: store.kept.forget(range(32))), unit="us")
+    )
+    rows.append(row("digests of a block", [float(store.kept.bytes_per_block)], unit="bytes"))
+    for name in SHARES:
+        what = f"{NUM_TOKENS} cached tokens, {name} checked"
+        rows.append(
+            row(what, times[name], peer="none checked", peer_values=times["none"], unit="ms")
+        )
+    return rows
+
+
+def main() -> None:
+    load = os.getloadavg()[0]
+    rows = measure()
+    table = Table()
+    for heading in ("what", "median", "none checked", "runs", "spread"):
+        table.add_column(heading, justify="left" if heading == "what" else "right")
+    for each in rows:
+        peer = f"{each.peer_value:.2f}" if each.peer_value is not None else ""
+        cells = (f"{each.ours:.4g} {each.unit}", peer, str(each.runs), f"{each.spread:.0%}")
+        table.add_row(each.what, *cells)
+    console = Console(width=110)
+    console.print(table)
+    about = {"bench": "recheck", "machine": {"cpus": os.cpu_count(), "load": round(load, 2)}}
+    write(OUT, rows, about)
+    console.print(f"load before: {load:.2f}; rows: {OUT}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The digests of the cells that one rank holds, kept beside its pool to be compared later.
+
+    unknown   the block is being written, or nobody has read all of it since
+    kept      as the cells were when they were last gathered, or verified on arrival
+    rotten    the cells are not what was kept, and nobody who may has written them
+
+Who writes a block says so before and, where another thread may be reading it, again after. So what
+is read meanwhile is neither kept nor held against anybody.
+
+    digests_BHP   of B blocks in one layer: H heads of this rank, P planes
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Digests = NDArray[np.uint64]
+
+
+class BlockRotten(Exception):
+    """A block is not what it was when it was cached."""
+
+    def __init__(self, block_ids: Sequence[int], layer: int) -> None:
+        super().__init__(f"blocks {list(block_ids)} have changed in layer {layer} since cached")
+        self.block_ids = tuple(block_ids)
+
+
+class KeptDigests:
+    """Thread-safe. Takes `bytes_per_block` of memory, whether digests are known or not."""
+
+    def __init__(self, num_blocks: int, num_heads: int, num_planes: Mapping[int, int]) -> None:
+        """`num_planes` by layer."""
+        self._digests = {
+            layer: np.zeros((num_blocks, num_heads, planes), np.uint64)
+            for layer, planes in num_planes.items()
+        }
+        self._place = {layer: place for place, layer in enumerate(num_planes)}
+        self._known_NLH = np.zeros((num_blocks, len(num_planes), num_heads), np.bool_)
+        self._written = np.zeros(num_blocks, np.uint32)  # how often each block was
+        self._lock = threading.Lock()
+        arrays = (*self._digests.values(), self._known_NLH, self._written)
+        self.bytes_per_block = sum(array[:1].nbytes for array in arrays)
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """These are about to be written, or have just been."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        with self._lock:
+            np.add.at(self._written, ids, 1)
+            self._known_NLH[ids] = False
+
+    def forget_cells(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None:
+        """As `forget`, for some cells of these blocks."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        with self._lock:
+            np.add.at(self._written, ids, 1)
+            self._known_NLH[:, self._place[layer]][np.ix_(ids, heads)] = False
+
+    def forget_all(self) -> None:
+        self.forget(range(len(self._written)))
+
+    def written(self, block_ids: Sequence[int]) -> NDArray[np.uint32]:
+        """To be taken before cells are read, for `compare`."""
+        return self._written[np.asarray(block_ids, dtype=np.int64)]
+
+    def keep(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        digests_BHP: Digests,
+        good_BH: NDArray[np.bool_],
+    ) -> None:
+        """What was just written into these blocks had these digests, where it is good."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        place = np.ix_(ids, np.asarray(heads, dtype=np.int64))
+        known_NH = self._known_NLH[:, self._place[layer]]
+        with self._lock:
+            np.add.at(self._written, ids, 1)
+            self._digests[layer][place] = digests_BHP
+            known_NH[place] = good_BH
+
+    def compare(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        digests_BHP: Digests,
+        written_B: NDArray[np.uint32],
+    ) -> list[int]:
+        """The blocks whose cells, just read, are not what was kept. What was not known is kept."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        place = np.ix_(ids, np.asarray(heads, dtype=np.int64))
+        known_NH = self._known_NLH[:, self._place[layer]]
+        with self._lock:
+            calm_B1 = (self._written[ids] == written_B)[:, None]
+            known_BH = known_NH[place]
+            differ_BH = (self._digests[layer][place] != digests_BHP).any(axis=2)
+            fresh_BH = calm_B1 & ~known_BH
+            if fresh_BH.any():
+                here = self._digests[layer][place]
+                self._digests[layer][place] = np.where(fresh_BH[:, :, None], digests_BHP, here)
+                known_NH[place] = known_BH | fresh_BH
+        rotten: list[int] = ids[(calm_B1 & known_BH & differ_BH).any(axis=1)].tolist()
+        return rotten
+
+    def unknown(self, block_ids: Sequence[int]) -> list[int]:
+        """Those of which some cell has no digest yet."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        whole_B = self._known_NLH[ids].all(axis=(1, 2))
+        blank: list[int] = ids[~whole_B].tolist()
+        return blank
