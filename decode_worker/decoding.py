@@ -1,5 +1,6 @@
 """One request's life on a decode group.
 
+    checked     a sample of what is cached of it is still what it was; what is not is dropped
     reserving   waits until blocks for the whole prompt can be promised, and a few to grow by
     promised    waits for a prefill rank's call; the blocks serve as cache meanwhile
     receiving   the promise is bound to blocks, once for all ranks, and each rank takes in its heads
@@ -27,6 +28,7 @@ from engine.request import Admitted, Request
 from engine.roster import Reservation
 from protos import worker_pb2 as pb
 from transport.orders import (
+    Holder,
     Identity,
     Receipt,
     ReceiptOrder,
@@ -101,6 +103,7 @@ class Decoding:
         self, call: _Call, asked: pb.DecodeRequest, remaining_s: float
     ) -> DecodeEvents:
         if asked.transfer_id:
+            await self._checked(call.request)
             call.reservation = await self._waiting_room.reserve(call.request)
             receiving = self._take_in(call, call.reservation, asked, remaining_s)
             try:
@@ -120,6 +123,12 @@ class Decoding:
             call.ended = not unfinished
             yield pb.DecodeEvent(token=output.to_proto())
         yield _done(call.request)
+
+    async def _checked(self, request: Request) -> None:
+        """Hold a sample of the cached blocks that would not be shipped against their digests."""
+        checking = self._engine.sample_reuse(request.names)
+        if checking is not None:
+            await asyncio.wrap_future(checking)
 
     async def _take_in(
         self, call: _Call, reservation: Reservation, asked: pb.DecodeRequest, remaining_s: float
@@ -179,7 +188,7 @@ def _order(
         timeout_s=remaining_s,
         source_block_size=source.block_size,
         source_addresses=tuple(source.rank_addresses),
-        holders=tuple(asked.holders),
+        holders=tuple(map(Holder.from_proto, asked.holders)),
         block_names=tuple(reservation.request.names),
     )
 

@@ -60,7 +60,8 @@ class DecodeSide:
         if self._context.identity.rank > 0:
             servicer = DecodeRankServicer(self.receiver)
             rank_pb2_grpc.add_DecodeRankServicer_to_server(servicer, server)
-            transfer_pb2_grpc.add_CellsServicer_to_server(self._cells(), server)
+            cells = self._cells(self._context.names)
+            transfer_pb2_grpc.add_CellsServicer_to_server(cells, server)
 
     def serve_router(self, server: grpc.aio.Server, front: Front) -> None:
         ranks: list[ReceivesPrompts] = [self.receiver]

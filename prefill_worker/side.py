@@ -25,6 +25,7 @@ class PrefillSide:
     def __init__(self, context: RankContext) -> None:
         settings, parts = context.settings, context.parts
         self._identity = context.identity
+        self._names = context.names
         self._config = TransportConfig(lease_s=settings.transfer_lease_s)
         self._store = parts.store
         self._lenders = ThreadPoolExecutor(1, "kv-lend")
@@ -58,7 +59,8 @@ class PrefillSide:
         if self._identity.rank > 0:
             servicer = PrefillRankServicer(self.rank)
             rank_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
-            transfer_pb2_grpc.add_CellsServicer_to_server(self._cells(), server)
+            cells = self._cells(self._names)
+            transfer_pb2_grpc.add_CellsServicer_to_server(cells, server)
 
     def serve_router(self, server: grpc.aio.Server, front: Front) -> None:
         ranks: list[ShipsPrompts] = [self.rank]

@@ -8,6 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class NamedBlocks(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PinnedBlocks(_message.Message):
+    __slots__ = ("places", "block_ids")
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    places: _containers.RepeatedScalarFieldContainer[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, places: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class RankReportRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -72,9 +86,9 @@ class ReceiptOrder(_message.Message):
     timeout_ms: int
     source_block_size: int
     source_addresses: _containers.RepeatedScalarFieldContainer[str]
-    holders: _containers.RepeatedScalarFieldContainer[str]
+    holders: _containers.RepeatedCompositeFieldContainer[_worker_pb2.Holder]
     block_names: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., prefill_instance: _Optional[str] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., source_block_size: _Optional[int] = ..., source_addresses: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[str]] = ..., block_names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., prefill_instance: _Optional[str] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., source_block_size: _Optional[int] = ..., source_addresses: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[_worker_pb2.Holder, _Mapping]]] = ..., block_names: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("chunks", "bytes", "first_tokens")

@@ -466,3 +466,123 @@ class RankLife:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class BlockNamesStub:
+    """Rank 0's, for the other ranks of its group: they have the cells, and it has the names.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Pin = channel.unary_stream(
+                '/kvferry.v1.BlockNames/Pin',
+                request_serializer=protos_dot_rank__pb2.NamedBlocks.SerializeToString,
+                response_deserializer=protos_dot_rank__pb2.PinnedBlocks.FromString,
+                _registered_method=True)
+        self.Suspect = channel.unary_unary(
+                '/kvferry.v1.BlockNames/Suspect',
+                request_serializer=protos_dot_rank__pb2.NamedBlocks.SerializeToString,
+                response_deserializer=protos_dot_rank__pb2.RankAck.FromString,
+                _registered_method=True)
+
+
+class BlockNamesServicer:
+    """Rank 0's, for the other ranks of its group: they have the cells, and it has the names.
+    """
+
+    def Pin(self, request, context):
+        """Answers once; the blocks stay where they are for as long as the call lasts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Suspect(self, request, context):
+        """One of these is not what it was when it was cached: have every rank look.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_BlockNamesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Pin': grpc.unary_stream_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=protos_dot_rank__pb2.NamedBlocks.FromString,
+                    response_serializer=protos_dot_rank__pb2.PinnedBlocks.SerializeToString,
+            ),
+            'Suspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Suspect,
+                    request_deserializer=protos_dot_rank__pb2.NamedBlocks.FromString,
+                    response_serializer=protos_dot_rank__pb2.RankAck.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvferry.v1.BlockNames', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvferry.v1.BlockNames', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class BlockNames:
+    """Rank 0's, for the other ranks of its group: they have the cells, and it has the names.
+    """
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.v1.BlockNames/Pin',
+            protos_dot_rank__pb2.NamedBlocks.SerializeToString,
+            protos_dot_rank__pb2.PinnedBlocks.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Suspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.BlockNames/Suspect',
+            protos_dot_rank__pb2.NamedBlocks.SerializeToString,
+            protos_dot_rank__pb2.RankAck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

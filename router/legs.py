@@ -18,6 +18,7 @@ import grpc.aio
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
+from prefix_index.index import WorkerRecord
 from protos import worker_pb2 as wpb
 from protos import worker_pb2_grpc as rpc
 from router.errors import RequestFailed
@@ -66,7 +67,7 @@ class Work:
     transfer_id: bytes
     attempt: int
     max_chunk_tokens: int = 0
-    holders: tuple[str, ...] = ()  # addresses of others that hold some of the prompt's blocks
+    holders: tuple[WorkerRecord, ...] = ()  # others that hold some of the prompt's blocks
 
     def prefill_request(self) -> wpb.PrefillRequest:
         assert self.prefill is not None
@@ -96,7 +97,7 @@ class Work:
         if self.prefill is not None:
             source = self.prefill.record
             request.transfer_id = self.transfer_id
-            request.holders.extend(self.holders)
+            request.holders.extend(map(_holder, self.holders))
             request.source.CopyFrom(
                 wpb.PrefillSource(
                     worker=source.name,
@@ -109,6 +110,15 @@ class Work:
                 )
             )
         return request
+
+
+def _holder(record: WorkerRecord) -> wpb.Holder:
+    return wpb.Holder(
+        instance=record.instance,
+        rank_addresses=record.rank_addresses,
+        kv_head_starts=[start for start, _ in record.kv_intervals],
+        kv_head_stops=[stop for _, stop in record.kv_intervals],
+    )
 
 
 class _Call(Protocol):

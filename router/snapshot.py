@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from prefix_index.index import Manifest, Role
+from prefix_index.index import Manifest, Role, WorkerRecord
 from router import policy
 from router.doubts import Party
 from router.pace import Pace
@@ -41,13 +41,13 @@ class Snapshot:
             return self.decodes[candidate.decode.name]
         return self.prefills[candidate.prefill.name]
 
-    def holders(self, *others: str) -> tuple[str, ...]:
-        """Where blocks of the prompt can be had besides: rank 0 of who holds most of them."""
+    def holders(self, *others: str) -> tuple[WorkerRecord, ...]:
+        """Where blocks of the prompt can be had besides: those who hold most of them."""
         known = [*self.replicas.prefills, *self.replicas.decodes]
         holding = [each for each in known if each.matched_tokens and each.name not in others]
         best = sorted(holding, key=lambda each: -each.matched_tokens)[:MAX_HOLDERS]
         workers = {**self.prefills, **self.decodes}
-        return tuple(workers[each.name].record.address for each in best)
+        return tuple(workers[each.name].record for each in best)
 
 
 def take_snapshot(

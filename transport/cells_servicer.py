@@ -15,9 +15,10 @@ from typing import NoReturn, Protocol
 
 import grpc
 import grpc.aio
+import numpy as np
 
-from kvcache.cells import cell_digests
 from kvcache.head_map import HeadInterval
+from kvcache.kept_digests import BlockRotten
 from protos import transfer_pb2_grpc
 from protos.transfer_pb2 import CellRun, FetchedCells, FetchRequest
 from transport.books import NO_CHUNK
@@ -25,7 +26,7 @@ from transport.config import TransportConfig
 from transport.departure import CellSource, Departure
 from transport.orders import ShipmentKey
 from transport.outgoing import Run
-from transport.plan import layer_cells
+from transport.plan import LayerCells, layer_cells
 
 Context = grpc.aio.ServicerContext[FetchRequest, FetchedCells]
 
@@ -40,10 +41,14 @@ class Source(CellSource, Protocol):
 
 
 class PinsBlocks(Protocol):
-    """Who knows blocks by name: the engine of rank 0."""
+    """Who knows blocks by name: the engine of rank 0, asked from any rank."""
 
     def pinned(self, names: Sequence[bytes]) -> AbstractAsyncContextManager[Mapping[bytes, int]]:
         """The block ids of those that are here; they stay while the context lasts."""
+        ...
+
+    def suspect(self, names: Sequence[bytes]) -> None:
+        """One of these blocks is not what it was when it got its name."""
         ...
 
 
@@ -82,12 +87,12 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
 
     async def Fetch(self, request: FetchRequest, context: Context) -> None:
         try:
-            self._check(request)
+            departure = self._check(request)
             self._num_calls += 1
             try:
                 async with (
                     asyncio.timeout(self._config.call_timeout_s),
-                    aclosing(self._answers(request)) as answers,
+                    aclosing(self._answers(request, departure)) as answers,
                 ):
                     async for answer in answers:
                         await context.write(answer)
@@ -99,8 +104,10 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             reason = f"not read within {self._config.call_timeout_s:g} s"
             await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)
 
-    def _check(self, request: FetchRequest) -> None:
-        """Raises _Refused unless the request is well-formed, small enough and has a right."""
+    def _check(self, request: FetchRequest) -> Departure | None:
+        """The shipment that is asked for, if it is one. Raises _Refused unless the request is
+        well-formed, small enough and has a right.
+        """
         invalid, full = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
         if bool(request.names) == request.HasField("key"):
             raise _Refused(invalid, "name either a shipment or blocks")
@@ -112,16 +119,34 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             raise _Refused(full, f"{MAX_CALLS} calls are being answered; ask again")
         if not 0 < len(request.runs) <= MAX_RUNS:
             raise _Refused(invalid, f"{len(request.runs)} runs, 1 to {MAX_RUNS} may be asked for")
-        num_bytes = 0
         for run in request.runs:
             self._check_run(run)
-            num_bytes += run.num_blocks * self._layers[run.layer].block_bytes(len(run.heads))
+        departure = self._lent(request)
+        layers = self._layers_of(departure)
+        num_bytes = sum(
+            run.num_blocks * layers[run.layer].block_bytes(len(run.heads)) for run in request.runs
+        )
         most = self._config.max_call_bytes
         if num_bytes > most:
             raise _Refused(full, f"{num_bytes} bytes are asked for, at most {most} may be")
         last = max(run.first_block + run.num_blocks for run in request.runs)
         if request.names and last > len(request.names):
             raise _Refused(invalid, f"block {last - 1} has no name among {len(request.names)}")
+        return departure
+
+    def _lent(self, request: FetchRequest) -> Departure | None:
+        if not request.HasField("key"):
+            return None
+        key = ShipmentKey.from_proto(request.key)
+        departure = self._lend(key)
+        if departure is None:
+            reason = f"no shipment {key} is under way here"
+            raise _Refused(grpc.StatusCode.PERMISSION_DENIED, reason)
+        return departure
+
+    def _layers_of(self, departure: Departure | None) -> Sequence[LayerCells]:
+        """A shipment's blocks may be smaller than ours."""
+        return self._layers if departure is None else departure.shape.layers
 
     def _check_run(self, run: CellRun) -> None:
         invalid, heads = grpc.StatusCode.INVALID_ARGUMENT, list(run.heads)
@@ -133,31 +158,35 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             reason = f"heads {heads} are asked for, this rank holds {self._source.kv_heads}"
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
 
-    async def _answers(self, request: FetchRequest) -> AsyncGenerator[FetchedCells, None]:
-        if request.HasField("key"):
-            key = ShipmentKey.from_proto(request.key)
-            departure = self._lend(key)
-            if departure is None:
-                reason = f"no shipment {key} is under way here"
-                raise _Refused(grpc.StatusCode.PERMISSION_DENIED, reason)
-            for piece in self._pieces(request, departure.outgoing.places.find):
+    async def _answers(
+        self, request: FetchRequest, departure: Departure | None
+    ) -> AsyncGenerator[FetchedCells, None]:
+        layers = self._layers_of(departure)
+        if departure is not None:
+            for piece in self._pieces(request, layers, departure.outgoing.places.find):
                 yield await self._read(piece, departure)
         elif self._blocks is None:
-            reason = "blocks have names on rank 0 only: ask there"
+            reason = "nobody here knows blocks by name"
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
         else:
             async with self._blocks.pinned(list(request.names)) as ids:
                 find = partial(_named, request.names, ids)
-                for piece in self._pieces(request, find):
-                    yield await self._read(piece)
+                for piece in self._pieces(request, layers, find):
+                    answer = await self._read(piece)
+                    if answer.missing and piece.found is not None:
+                        self._blocks.suspect(_names_of(request, piece.run))
+                    yield answer
 
     def _pieces(
-        self, request: FetchRequest, find: Callable[[int, int, int], Run | None]
+        self,
+        request: FetchRequest,
+        layers: Sequence[LayerCells],
+        find: Callable[[int, int, int], Run | None],
     ) -> "list[_Piece]":
         """The requested runs, cut to messages; where part of one is missing, block by block."""
         pieces = []
         for run in request.runs:
-            width = self._layers[run.layer].block_bytes(len(run.heads))
+            width = layers[run.layer].block_bytes(len(run.heads))
             step = max(1, self._config.chunk_bytes // width)
             for first in range(run.first_block, run.first_block + run.num_blocks, step):
                 count = min(step, run.first_block + run.num_blocks - first)
@@ -179,7 +208,8 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         source: CellSource = self._source
         if departure is not None and departure.shape.parts > 1:
             source = source.cut(departure.shape.block_size)
-        work = partial(_gather, source, piece)
+        num_planes = len(self._layers[piece.run.layer].planes)
+        work = partial(_gather, source, piece, num_planes)
         job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
         if departure is not None:
             departure.gathers.add(job)
@@ -193,13 +223,18 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             raise
 
 
-def _gather(source: CellSource, piece: _Piece) -> FetchedCells:
-    """In a copying thread."""
+def _gather(source: CellSource, piece: _Piece, num_planes: int) -> FetchedCells:
+    """In a copying thread. What is not what it was when it was cached counts as missing."""
     assert piece.found is not None
     run, found = piece.run, piece.found
-    cells = source.gather_cells(run.layer, found.block_ids, run.heads, found.tail_tokens)
-    digests = cell_digests(cells).astype("<u8").tobytes()
-    return FetchedCells(run=run, digests=digests, payload=cells.tobytes())
+    digests = np.empty(len(found.block_ids) * len(run.heads) * num_planes, dtype=np.uint64)
+    ids, tail = found.block_ids, found.tail_tokens
+    try:
+        cells = source.gather_cells(run.layer, ids, run.heads, tail, digests=digests)
+    except BlockRotten:
+        return FetchedCells(run=run, missing=True)
+    proofs = digests.astype("<u8", copy=False).tobytes()
+    return FetchedCells(run=run, digests=proofs, payload=cells.tobytes())
 
 
 def _named(
@@ -208,6 +243,10 @@ def _named(
     found = [ids.get(name) for name in names[first : first + count]]
     block_ids = tuple(block_id for block_id in found if block_id is not None)
     return Run(layer, first, block_ids) if len(block_ids) == count else None
+
+
+def _names_of(request: FetchRequest, run: CellRun) -> Sequence[bytes]:
+    return request.names[run.first_block : run.first_block + run.num_blocks]
 
 
 async def _abort(context: Context, code: grpc.StatusCode, reason: str) -> NoReturn:

@@ -127,9 +127,25 @@ class Mender:
         if ask.source is Source.CALL:
             address = landing.order.source_addresses[ask.rank]
             pull = by_shipment(address, key, runs)
+            self._start(landing, ask.rank, pull, cells)
         else:
-            pull = by_name(landing.order.holders[ask.holder], landing.order.block_names, runs)
-        task = asyncio.create_task(self._pull(landing, ask.rank, pull, cells))
+            self._ask_holder(landing, ask, cells)
+
+    def _ask_holder(self, landing: Landing, ask: Ask, cells: Sequence[Cell]) -> None:
+        """Each of its ranks for the heads that it holds."""
+        holder, names = landing.order.holders[ask.holder], landing.order.block_names
+        of_rank: dict[int | None, list[Cell]] = defaultdict(list)
+        for cell in cells:
+            of_rank[holder.rank_for(cell.head, self._arrivals.identity.rank)].append(cell)
+        for rank, theirs in of_rank.items():
+            if rank is None:
+                landing.incoming.repairs.end_call(theirs, f"{holder.instance} lacks {theirs[0]}")
+            else:
+                pull = by_name(holder.rank_addresses[rank], names, runs_of(theirs))
+                self._start(landing, ask.rank, pull, theirs)
+
+    def _start(self, landing: Landing, rank: int, pull: Pull, cells: Sequence[Cell]) -> None:
+        task = asyncio.create_task(self._pull(landing, rank, pull, cells))
         for tasks in (self._tasks, landing.pulls):
             tasks.add(task)
             task.add_done_callback(tasks.discard)

@@ -158,6 +158,34 @@ class ShipmentReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """A worker that knows blocks of a prompt by name, and hands out cells of them by calls."""
+
+    instance: str
+    rank_addresses: tuple[str, ...]
+    kv_intervals: tuple[HeadInterval, ...]
+
+    @classmethod
+    def from_proto(cls, holder: worker_pb2.Holder) -> "Holder":
+        intervals = intervals_from(holder.kv_head_starts, holder.kv_head_stops)
+        return cls(holder.instance, tuple(holder.rank_addresses), intervals)
+
+    def to_proto(self) -> worker_pb2.Holder:
+        return worker_pb2.Holder(
+            instance=self.instance,
+            rank_addresses=self.rank_addresses,
+            kv_head_starts=[interval.start for interval in self.kv_intervals],
+            kv_head_stops=[interval.stop for interval in self.kv_intervals],
+        )
+
+    def rank_for(self, head: int, asker: int) -> int | None:
+        """Of the ranks that hold a head, askers take one in turn, as in `transport.plan`."""
+        ranks = zip(range(len(self.rank_addresses)), self.kv_intervals, strict=False)
+        owners = [rank for rank, held in ranks if head in held]
+        return owners[asker % len(owners)] if owners else None
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiptOrder:
     key: ShipmentKey
     num_tokens: int  # of the whole prompt
@@ -167,10 +195,10 @@ class ReceiptOrder:
     source_intervals: tuple[HeadInterval, ...]  # the KV heads of each prefill rank
     timeout_s: float
     source_block_size: int = 0  # tokens; 0: as ours
-    # Where damaged cells can be fetched from by a call: the prefill ranks, and rank 0 of others
-    # that hold blocks of this prompt, which know them by these names.
+    # Where damaged cells can be fetched from by a call: the prefill ranks, and others that hold
+    # blocks of this prompt, which know them by these names.
     source_addresses: tuple[str, ...] = ()
-    holders: tuple[str, ...] = ()
+    holders: tuple[Holder, ...] = ()
     block_names: tuple[bytes, ...] = ()  # of the full blocks, from the first on
 
     @classmethod
@@ -185,7 +213,7 @@ class ReceiptOrder:
             order.timeout_ms / 1000,
             order.source_block_size,
             tuple(order.source_addresses),
-            tuple(order.holders),
+            tuple(map(Holder.from_proto, order.holders)),
             tuple(order.block_names),
         )
 
@@ -201,7 +229,7 @@ class ReceiptOrder:
             timeout_ms=round(self.timeout_s * 1000),
             source_block_size=self.source_block_size,
             source_addresses=self.source_addresses,
-            holders=self.holders,
+            holders=[holder.to_proto() for holder in self.holders],
             block_names=self.block_names,
         )
 

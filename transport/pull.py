@@ -45,7 +45,7 @@ def by_shipment(address: str, key: ShipmentKey, runs: Sequence[CellRun]) -> Pull
 
 
 def by_name(address: str, names: Sequence[bytes], runs: Sequence[CellRun]) -> Pull:
-    """Ask rank 0 of any worker for cells of named blocks; `names` are those of the prompt."""
+    """Ask a rank of any worker for cells of named blocks; `names` are those of the prompt."""
     asked: list[bytes] = []
     renumbered = []
     for run in runs:

@@ -15,7 +15,9 @@ from transport.orders import Identity
 from worker.admin import rank_report
 from worker.doors import GrpcDoor
 from worker.ledgers import open_ledger, parts_of
+from worker.named_blocks import RemoteNames
 from worker.rank_parts import build_rank, device_of, group_config, manifest_of
+from worker.ranks import FRONT
 from worker.refusal import Context
 from worker.role import RankContext, RankSide, RoleSpec
 from worker.wires import connectors
@@ -31,6 +33,7 @@ def follow(spec: RoleSpec, arguments: list[str] | None = None) -> None:
     source = open_model(settings.model)
     comm = seat.connect(group_config(settings), device_of(settings, seat.rank))
     identity = Identity(settings.name, life["instance"], life["epoch"], seat.rank)
+    names = RemoteNames(lambda: str(seat.wait(FRONT, settings.rank_timeout_s)["address"]))
     context = RankContext(
         settings,
         build_rank(settings, source, comm),
@@ -39,11 +42,14 @@ def follow(spec: RoleSpec, arguments: list[str] | None = None) -> None:
         MonotonicClock(),
         connectors(settings),
         open_ledger(settings, identity, spec.role.value),
+        names,
     )
-    asyncio.run(_serve(spec, context, seat, comm))
+    asyncio.run(_serve(spec, context, seat, comm, names))
 
 
-async def _serve(spec: RoleSpec, context: RankContext, seat: RankSeat, comm: Comm) -> None:
+async def _serve(
+    spec: RoleSpec, context: RankContext, seat: RankSeat, comm: Comm, names: RemoteNames
+) -> None:
     side = spec.make_side(context)
     await side.start()
     door = GrpcDoor(context.settings.host, 0, ())
@@ -56,6 +62,7 @@ async def _serve(spec: RoleSpec, context: RankContext, seat: RankSeat, comm: Com
         await asyncio.to_thread(follower.run, parts.model, parts.store, comm, side.observer)
     finally:
         await door.stop()
+        await names.close()
         await side.close()
         context.ledger.close()
 

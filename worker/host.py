@@ -39,6 +39,7 @@ from worker.cleanups import Cleanups
 from worker.doors import GrpcDoor
 from worker.ledgers import open_ledger, reading
 from worker.metrics import worker_registry
+from worker.named_blocks import BlockNamesServicer, NamedBlocks
 from worker.rank_parts import RankParts, check_device, manifest_of
 from worker.ranks import WorkerRanks
 from worker.role import Front, RankContext, RankSide, RoleSpec
@@ -180,8 +181,11 @@ async def _open(
         identity, spec.role.value, engine, doors, reports, reading(ledger, others)
     )
     worker_pb2_grpc.add_WorkerAdminServicer_to_server(admin, door.server)
+    names = BlockNamesServicer(NamedBlocks(engine))
+    rank_pb2_grpc.add_BlockNamesServicer_to_server(names, door.server)
     await door.start()
     stack.push_async_callback(door.stop)
+    ranks.say_where(door.address)
     engine.start()
     await warm_up(engine, source.vocab_size, settings.num_blocks * settings.block_size // 2)
 
@@ -234,6 +238,7 @@ def _engine(
         max_waiting=settings.max_waiting,
         vocab_size=source.vocab_size,
         max_context=source.max_context,
+        recheck_share=settings.recheck_share,
     )
     return Engine(
         config,

@@ -15,6 +15,8 @@ from worker.rank_parts import RankParts, build_rank, device_of, group_config
 from worker.role import RoleSpec
 from worker.settings import WorkerSettings
 
+FRONT = "front"  # the note that says where rank 0 listens
+
 
 class WorkerRanks:
     def __init__(self, spec: RoleSpec, settings: WorkerSettings, identity: Identity) -> None:
@@ -49,6 +51,10 @@ class WorkerRanks:
             for rank in range(1, settings.tp)
         )
         return parts
+
+    def say_where(self, address: str) -> None:
+        """The other ranks ask at this address for what rank 0 alone knows."""
+        self._group.publish(FRONT, {"address": address})
 
     def lost(self) -> str | None:
         return self._group.lost()

@@ -11,6 +11,7 @@ from engine.engine import Engine
 from engine.runner import SliceObserver
 from kvcache.ledger import Ledger
 from prefix_index.index import Manifest, Role
+from transport.cells_servicer import PinsBlocks
 from transport.counts import TransferCounts
 from transport.link import Connector
 from transport.orders import Identity
@@ -32,6 +33,7 @@ class RankContext:
     clock: Clock
     connectors: Mapping[str, Connector]  # by wire: how a prefill rank reaches decode ranks
     ledger: Ledger
+    names: PinsBlocks | None = None  # on ranks 1 and up: rank 0's, which has the engine
 
 
 @dataclass(frozen=True, slots=True)

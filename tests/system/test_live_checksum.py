@@ -4,24 +4,30 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from random import Random
 from typing import Any
 
 import grpc
 import grpc.aio
 import httpx
+import numpy as np
 import pytest
 import pytest_asyncio
+from numpy.typing import NDArray
 
 from engine.clock import MonotonicClock
 from kvcache.block_hash import PUBLIC, index_key, name_blocks
+from kvcache.cells import bad_cells
 from model.checksum_reference import checksum_continuation
 from model.config import ChecksumConfig
 from model.source import open_model
+from prefix_index.index import WorkerRecord
 from prefix_index.redis_index import RedisIndex
 from protos import inference_pb2 as pb
+from protos.transfer_pb2 import CellRun, FetchedCells
 from tests.system.live_cluster import LiveCluster, live_cluster
+from transport.pull import GrpcPuller, by_name
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
@@ -41,14 +47,18 @@ def expected(prompt: list[int], num_tokens: int) -> list[int]:
 ANYTHING: dict[str, Any] = {"allowed_token_ids": list(range(64)), "ignore_eos": True}
 
 
-async def cache_hits(cluster: LiveCluster, worker: str) -> list[float]:
-    """Prompt tokens not computed, as the router counts them and as the worker does."""
+async def record_of(cluster: LiveCluster, worker: str) -> WorkerRecord:
     index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=cluster.key_prefix)
     try:
         (record,) = [each for each in await index.workers() if each.name == worker]
     finally:
         await index.close()
-    counts = []
+    return record
+
+
+async def cache_hits(cluster: LiveCluster, worker: str) -> list[float]:
+    """Prompt tokens not computed, as the router counts them and as the worker does."""
+    record, counts = await record_of(cluster, worker), []
     async with httpx.AsyncClient() as client:
         for url in (cluster.http_url, f"http://{record.system_address}"):
             text = (await client.get(f"{url}/metrics")).text
@@ -81,6 +91,33 @@ async def test_a_repeated_prompt_reports_what_was_not_computed(
     ]
     assert [reply.output for reply in replies] == [expected(prompt, 5)] * 2
     assert [reply.usage.cached_tokens for reply in replies] == [0, 48]
+
+
+async def test_every_rank_gives_its_heads_of_a_block_by_name(cluster: LiveCluster) -> None:
+    prompt = prompt_of(40, seed=3)
+    names = name_blocks(open_model("checksum").namespace("float32"), PUBLIC, prompt, 16)
+    await cluster.generate(prompt, pb.Pins(decode="d0"), max_tokens=1, ignore_eos=True)
+    record = await record_of(cluster, "d0")
+    found: dict[int, bytes] = {}
+    for address, (start, stop) in zip(record.rank_addresses, record.kv_intervals, strict=True):
+        runs = [
+            CellRun(layer=0, first_block=1, num_blocks=1, heads=[h]) for h in range(start, stop)
+        ]
+        pull = by_name(address, [bytes(name) for name in names], runs)
+        async with aclosing(GrpcPuller(5).fetch(pull)) as parts:
+            async for run, part in parts:
+                assert bad_cells(rows := cells_in(part), proofs_in(part)).size == 0, rows
+                found[run.heads[0]] = part.payload
+    assert sorted(found) == [0, 1, 2]
+    assert len(set(found.values())) == 3
+
+
+def cells_in(part: FetchedCells) -> NDArray[np.uint8]:
+    return np.frombuffer(part.payload, np.uint8).reshape(len(part.digests) // 8, -1)
+
+
+def proofs_in(part: FetchedCells) -> NDArray[np.uint64]:
+    return np.frombuffer(part.digests, "<u8").astype(np.uint64)
 
 
 async def test_two_prefill_workers_give_one_prompt_the_same_names_in_redis(

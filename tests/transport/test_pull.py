@@ -4,22 +4,26 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import grpc.aio
 import numpy as np
 import pytest
 
+from kvcache.head_map import HeadMap
 from protos.transfer_pb2 import CellRun, FetchRequest, Frame
 from protos.transfer_pb2_grpc import add_CellsServicer_to_server
-from tests.transport.harness import QUICK, SPEC, Cluster, cluster, network, soon
+from tests.transport.harness import QUICK, SPEC, Cluster, cluster, filled_store, network, soon
 from transport.cells_servicer import CellsServicer
+from transport.config import TransportConfig
 from transport.fault_wire import FaultConnector, Item
-from transport.orders import ReceiptOrder, TransferFailed
+from transport.orders import Holder, ReceiptOrder, TransferFailed
 from transport.pull import GrpcPuller, Pull, PullFailed, by_name, by_shipment
 
 SOURCE, TARGET = [5, 3, 9, 0, 11], [7, 20, 2, 15, 4]
 NUM_TOKENS = 20
 NAMES = [bytes([i]) * 32 for i in range(5)]
+SPEC_CELL_BYTES = SPEC.cell_bytes(SPEC.groups[0].planes[0])
 
 
 class Pins:
@@ -28,6 +32,7 @@ class Pins:
     def __init__(self, ids: Mapping[bytes, int]) -> None:
         self.ids = ids
         self.num_held = 0
+        self.suspected: list[bytes] = []
 
     @asynccontextmanager
     async def pinned(self, names: Sequence[bytes]) -> AsyncIterator[Mapping[bytes, int]]:
@@ -37,15 +42,20 @@ class Pins:
         finally:
             self.num_held -= 1
 
+    def suspect(self, names: Sequence[bytes]) -> None:
+        self.suspected += names
+
 
 @asynccontextmanager
-async def serving(group: Cluster, rank: int = 0, pins: Pins | None = None) -> AsyncIterator[str]:
+async def serving(
+    group: Cluster, rank: int = 0, pins: Pins | None = None, config: TransportConfig = QUICK
+) -> AsyncIterator[str]:
     """The Cells service of a prefill rank; gives its address."""
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(1))
         store, shipper = group.prefill.stores[rank], group.prefill.shippers[rank]
         server = grpc.aio.server()
-        servicer = CellsServicer(store, threads, QUICK, shipper.lend, pins)
+        servicer = CellsServicer(store, threads, config, shipper.lend, pins)
         add_CellsServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -79,15 +89,17 @@ async def damaging(frame: Frame, payload: memoryview | None) -> list[Item]:
     return [(frame, memoryview(raw))]
 
 
-async def carry(group: Cluster, order_of: "dict[str, object]") -> None:
+async def carry(
+    group: Cluster, order_of: "dict[str, object]", num_tokens: int = NUM_TOKENS
+) -> None:
     """One transfer whose receivers may fetch cells from elsewhere, and its commit."""
     key = group.key()
-    order = group.receipt_order(key, NUM_TOKENS, TARGET)
+    order = group.receipt_order(key, num_tokens, TARGET)
     fields = {name: getattr(order, name) for name in ReceiptOrder.__slots__}
     order = ReceiptOrder(**(fields | order_of))
     expected = [asyncio.create_task(each.expect(order)) for each in group.decode.receivers]
-    shipped = group.ship(key, NUM_TOKENS)
-    group.seal_all(key, NUM_TOKENS, SOURCE)
+    shipped = group.ship(key, num_tokens)
+    group.seal_all(key, num_tokens, SOURCE)
     results = await asyncio.gather(*expected, return_exceptions=True)
     failed = [result for result in results if isinstance(result, BaseException)]
     if failed:
@@ -117,8 +129,10 @@ async def test_when_prefill_cannot_be_called_another_holder_of_the_block_is() ->
         cluster(net, wrap=lambda inner: FaultConnector(inner, damaging)) as group,
     ):
         pins = Pins({NAMES[2]: SOURCE[2]})
-        async with serving(group, pins=pins) as holder:
-            others: dict[str, object] = {"holders": ("127.0.0.1:9", holder)}
+        async with serving(group, pins=pins) as address:
+            heads = group.prefill.intervals
+            holders = [Holder("h", (each,), heads) for each in ("127.0.0.1:9", address)]
+            others: dict[str, object] = {"holders": tuple(holders)}
             others |= {"source_addresses": ("127.0.0.1:9",), "block_names": tuple(NAMES)}
             await carry(group, others)
         group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
@@ -126,12 +140,63 @@ async def test_when_prefill_cannot_be_called_another_holder_of_the_block_is() ->
         assert pins.num_held == 0
 
 
+@asynccontextmanager
+async def holding(tp: int, pins: Pins) -> AsyncIterator[Holder]:
+    """A worker of `tp` ranks that holds what the prefill group has, in blocks of its own."""
+    heads = HeadMap.even(9, SPEC.num_kv_heads, tp).kv
+    async with AsyncExitStack() as stack:
+        threads, addresses = stack.enter_context(ThreadPoolExecutor(1)), []
+        for interval in heads:
+            server = grpc.aio.server()
+            store = filled_store(SPEC, interval, 24, seed=1)
+            servicer = CellsServicer(store, threads, QUICK, blocks=pins)
+            add_CellsServicer_to_server(servicer, server)
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+        yield Holder("h", tuple(addresses), heads)
+
+
+@pytest.mark.parametrize(
+    ("tps", "holder_tp"), [((1, 1), 2), ((1, 3), 2), ((2, 2), 3), ((3, 1), 3), ((2, 3), 5)], ids=str
+)
+async def test_a_holder_of_any_tp_gives_every_head_from_the_rank_that_holds_it(
+    tps: tuple[int, int], holder_tp: int
+) -> None:
+    async def damaging_all(frame: Frame, payload: memoryview | None) -> list[Item]:
+        """Every cell, but for the tail, which has no name."""
+        if payload is None:
+            return [(frame, payload)]
+        chunk, raw = frame.chunk, bytearray(payload)
+        width = len(raw) // chunk.num_blocks
+        for block in range(chunk.num_blocks):
+            if chunk.first_block + block < 4:
+                cells = range(block * width, (block + 1) * width, SPEC_CELL_BYTES)
+                for start in cells:
+                    raw[start] ^= 1
+        return [(frame, memoryview(raw))]
+
+    pins = Pins(dict(zip(NAMES[:4], SOURCE, strict=False)))
+    async with (
+        network("grpc") as net,
+        cluster(net, *tps, wrap=lambda inner: FaultConnector(inner, damaging_all)) as group,
+        holding(holder_tp, pins) as holder,
+    ):
+        await carry(group, {"holders": (holder,), "block_names": tuple(NAMES)}, num_tokens=18)
+        group.check_blocks(18, SOURCE, TARGET)
+        pulled = sum(receiver.counts.pulled_cells for receiver in group.decode.receivers)
+        heads = sum(len(interval) for interval in group.decode.intervals)
+        assert pulled == 3 * 4 * heads
+        assert pins.num_held == 0
+
+
 async def test_a_cell_that_nobody_has_whole_is_a_loss_of_data_that_names_it() -> None:
     async with (
         network("grpc") as net,
         cluster(net, wrap=lambda inner: FaultConnector(inner, damaging)) as group,
-        serving(group, pins=Pins({})) as holder,
+        serving(group, pins=Pins({})) as address,
     ):
+        holder = Holder("h", (address,), group.prefill.intervals)
         with pytest.raises(TransferFailed, match=r"DATA_LOSS: layer 1, block 2, head 1.*attempts"):
             await carry(group, {"holders": (holder,), "block_names": tuple(NAMES)})
         receiver = group.decode.receivers[0]
@@ -163,6 +228,41 @@ async def test_a_pull_of_a_live_shipment_brings_its_cells_and_of_an_ended_one_no
             await fetched(pull)
 
 
+async def test_a_shipment_of_smaller_blocks_is_asked_for_by_their_own_size() -> None:
+    """Four of ours are as many bytes as one call may bring; as many more are of the shipment's."""
+    spec = replace(SPEC, block_size=16)
+    most = 4 * spec.bytes_per_block(3) // spec.num_layers
+    config = replace(QUICK, max_call_bytes=most)
+    async with (
+        network("loopback") as net,
+        cluster(net, spec=spec, decode_block_size=4, config=config) as group,
+        serving(group, config=config) as address,
+    ):
+        key, num_tokens = group.key(), 16 * 6
+        table = list(range(24))
+        expected, shipped = group.expect(key, num_tokens, table), group.ship(key, num_tokens)
+        group.seal_all(key, num_tokens, [*SOURCE[:4], 1, 2])
+        await asyncio.gather(*expected)
+        parts = await fetched(by_shipment(address, key, [run_of(0, 16, heads=(0, 1, 2))]))
+        assert sum(run.num_blocks for run, _ in parts) == 16
+        with pytest.raises(PullFailed, match=r"RESOURCE_EXHAUSTED: .* bytes are asked for"):
+            await fetched(by_shipment(address, key, [run_of(0, 17, heads=(0, 1, 2))]))
+        await group.commit(key)
+        await asyncio.gather(*shipped)
+
+
+async def test_a_block_that_has_changed_is_missing_and_suspected() -> None:
+    async with network("loopback") as net, cluster(net) as group:
+        pins = Pins({NAMES[0]: SOURCE[0], NAMES[1]: SOURCE[1]})
+        store = group.prefill.stores[0]
+        assert store.recheck(SOURCE[:2]) == []
+        store.layer(1)[SOURCE[1], 0, 2, 1, 1] ^= 1
+        async with serving(group, pins=pins) as address:
+            parts = await fetched(by_name(address, NAMES, [run_of(0, 1), run_of(1, 1)]))
+        assert [run.first_block for run, _ in parts] == [0]
+        assert pins.suspected == [NAMES[1]]
+
+
 @pytest.mark.parametrize(
     ("request_", "refusal"),
     [
@@ -188,9 +288,9 @@ async def test_a_pull_without_right_or_bounds_is_refused(
             await fetched(Pull(address, request_, list(request_.runs)))
 
 
-async def test_names_are_known_on_rank_0_only_and_nobody_there_is_said_so() -> None:
+async def test_who_knows_no_names_says_so_and_so_does_nobody_at_all() -> None:
     async with network("loopback") as net, cluster(net) as group, serving(group) as address:
-        with pytest.raises(PullFailed, match="FAILED_PRECONDITION: blocks have names on rank 0"):
+        with pytest.raises(PullFailed, match="FAILED_PRECONDITION: nobody here knows blocks"):
             await fetched(by_name(address, NAMES, [run_of(0, 1)]))
     with pytest.raises(PullFailed, match="UNAVAILABLE"):
         await fetched(by_name(address, NAMES, [run_of(0, 1)]))
