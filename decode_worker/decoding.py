@@ -161,9 +161,8 @@ class Decoding:
     async def _let_go(self, call: _Call) -> None:
         whole = [0]
         if call.key is not None:
-            key = call.key
             whole = await asyncio.gather(
-                *(rank.abort(key, "the request has ended") for rank in self._ranks)
+                *(self._abort(rank, call.key) for rank in range(len(self._ranks)))
             )
         if call.reservation is not None:
             num_whole = min([*whole, len(call.request.names)])  # a partial tail has no name
@@ -172,6 +171,12 @@ class Decoding:
             call.key = call.reservation = None
         elif not call.ended:
             self._engine.cancel(call.request)
+
+    async def _abort(self, rank: int, key: ShipmentKey) -> int:
+        num_whole = await self._ranks[rank].abort(key, "the request has ended")
+        if rank > 0:
+            self._calls.confirmed(key, rank)
+        return num_whole
 
 
 def _order(

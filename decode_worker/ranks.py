@@ -35,6 +35,10 @@ class HearsCalls(Protocol):
         """Returns once a prefill rank has called. Raises TransferFailed."""
         ...
 
+    def confirmed(self, key: ShipmentKey, rank: int) -> None:
+        """Another rank has answered an abort."""
+        ...
+
     def adopted(self, key: ShipmentKey) -> None:
         """The request runs on what was committed."""
         ...

@@ -96,7 +96,8 @@ class DecodeSide:
 
     def _cells(self, blocks: NamedBlocks | None = None) -> CellsServicer:
         store = self._context.parts.store
-        return CellsServicer(store, self._lenders, self._config, blocks=blocks)
+        ledger = self.receiver.ledger
+        return CellsServicer(store, self._lenders, self._config, blocks=blocks, ledger=ledger)
 
 
 class _DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):

@@ -38,6 +38,12 @@ Transfers, on each rank of each side:
               OPEN, SEALED --why--> ABORTING --FENCED--> DRAINED
     decode    OUTSIDE --ORDERED--> RESERVED --WHOLE--> WHOLE --COMPLETED--> COMMITTED --> ADOPTED
               RESERVED, WHOLE --why--> ABORTING --FENCED--> FREED
+
+CONFIRMED, on rank 0: another rank of the group says that it has come to its end of the transfer,
+so that no thread of that rank reads or writes for it. Only then may rank 0 let the blocks go.
+
+Loans: cells that were handed out by a call of their own, LENT there and BORROWED here once they are
+verified. They are copies, and change no account.
 """
 
 import struct
@@ -56,6 +62,7 @@ class Book(IntEnum):
     JOBS = 4  # threads that read blocks
     TRANSFERS = 5  # how far a transfer is, at this end
     PROMISES = 6  # how many blocks of the pool are spoken for, without saying which
+    LOANS = 7  # which cells came by a call of their own
 
 
 class Account(IntEnum):
@@ -146,6 +153,10 @@ class Reason(IntEnum):
     DEADLINE_EXCEEDED = 69
     CANCELLED = 70
     INTERNAL = 71
+    CONFIRMED = 72
+    # loans
+    LENT = 80
+    BORROWED = 81
 
 
 FIELDS = [
@@ -154,7 +165,7 @@ FIELDS = [
     ("prefill_epoch", "<u4"),
     ("decode_epoch", "<u4"),
     ("attempt", "<u2"),
-    ("peer", "<u2"),  # the rank at the other end
+    ("peer", "<u2"),  # the rank at the other end; of CONFIRMED, in the own group
     ("book", "u1"),
     ("source", "u1"),
     ("target", "u1"),
@@ -165,7 +176,8 @@ FIELDS = [
     ("spare", "<u2"),
     ("first", "<u4"),  # block of the prompt; in BLOCKS, of the pool
     ("count", "<u4"),  # of blocks that follow each other
-    ("detail", "<u4"),  # chunk; in BINDINGS the block of the pool; in FORWARD the owners
+    # chunk; in BINDINGS the block of the pool; in FORWARD the owners; of BORROWED the lender's life
+    ("detail", "<u4"),
     ("num_bytes", "<u4"),  # of a chunk; in rows of ORDERED: of one block and head, all layers
     ("seq", "<u8"),  # from 1; written last, so that a torn row does not count
 ]

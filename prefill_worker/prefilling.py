@@ -8,7 +8,8 @@
     done       decode has committed on all its ranks, or nothing was left to decode
     released   the blocks stay cached here, named, for the next prompt that begins like this one
 
-However it ends, one place lets go: the shipments first, on every rank, and only then the blocks.
+However it ends, one place lets go: the shipments first, on every rank, and only then the blocks. If
+a rank does not answer they stay: it may be reading, and its group is lost in any case.
 """
 
 import asyncio
@@ -106,7 +107,9 @@ class Prefilling:
                 self._shipper.finish(prompt.request.request_key, tokens)
             yield _first_tokens(tokens, prompt.request)
             if goes_on:
-                yield _done(prompt.request, await shipped)
+                reports = await shipped
+                self._confirmed(prompt.key)
+                yield _done(prompt.request, reports)
                 prompt.committed = True
             else:
                 prompt.ends = "the prompt's first token was its last"
@@ -120,11 +123,14 @@ class Prefilling:
     async def _let_go(self, prompt: _Prompt) -> None:
         if not prompt.committed:
             self._engine.cancel(prompt.request)
-            await asyncio.gather(
-                *(rank.abort(prompt.key, prompt.ends) for rank in self._ranks),
-                return_exceptions=True,
-            )
+            await asyncio.gather(*(rank.abort(prompt.key, prompt.ends) for rank in self._ranks))
+            self._confirmed(prompt.key)
         self._engine.release_held(prompt.request)
+
+    def _confirmed(self, key: ShipmentKey) -> None:
+        """No rank reads anything for it any more."""
+        for rank in range(1, len(self._ranks)):
+            self._shipper.confirmed(key, rank)
 
 
 async def _before(

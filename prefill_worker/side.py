@@ -85,7 +85,8 @@ class PrefillSide:
 
     def _cells(self, blocks: NamedBlocks | None = None) -> CellsServicer:
         lend = self._shipper.lend
-        return CellsServicer(self._store, self._lenders, self._config, lend, blocks)
+        ledger = self._shipper.ledger
+        return CellsServicer(self._store, self._lenders, self._config, lend, blocks, ledger)
 
 
 class _PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):

@@ -154,14 +154,20 @@ class CellsAgain(_message.Message):
     def __init__(self, runs: _Optional[_Iterable[_Union[CellRun, _Mapping]]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("key", "names", "runs")
+    __slots__ = ("key", "names", "runs", "decode_rank", "lacks", "places")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    LACKS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     key: ShipmentKey
     names: _containers.RepeatedScalarFieldContainer[bytes]
     runs: _containers.RepeatedCompositeFieldContainer[CellRun]
-    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., names: _Optional[_Iterable[bytes]] = ..., runs: _Optional[_Iterable[_Union[CellRun, _Mapping]]] = ...) -> None: ...
+    decode_rank: int
+    lacks: ShipmentKey
+    places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., names: _Optional[_Iterable[bytes]] = ..., runs: _Optional[_Iterable[_Union[CellRun, _Mapping]]] = ..., decode_rank: _Optional[int] = ..., lacks: _Optional[_Union[ShipmentKey, _Mapping]] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchedCells(_message.Message):
     __slots__ = ("run", "missing", "digests", "payload")

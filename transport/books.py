@@ -10,7 +10,7 @@ from kvcache.ledger import Ledger
 from kvcache.ledger_row import Account, Book, Origin, Reason, TransferKey, runs
 from protos.transfer_pb2 import CellRun, Chunk
 from transport.cell_runs import Cell, cells_of, runs_of
-from transport.orders import Code, Identity, ShipmentKey
+from transport.orders import Code, Identity, Lender, ShipmentKey
 from transport.shipment import Shape
 
 Heads = Sequence[tuple[int, int]]  # runs of KV heads: (first, count)
@@ -248,6 +248,12 @@ class ReceivingBook(_TransferBook):
     def mended(self, peer: int, cells: Sequence[Cell], bad: Container[Cell]) -> None:
         self._settle(peer, NO_CHUNK, cells, bad)
 
+    def borrowed(self, key: ShipmentKey, lender: Lender, cells: Iterable[Cell]) -> None:
+        """Cells that came by a call are verified and in their blocks."""
+        life = zlib.crc32(lender.instance.encode())
+        for run in runs_of(cells):
+            _loan(self._ledger, Reason.BORROWED, key, lender.rank, run, life)
+
     def not_mended(self, peer: int, cells: Sequence[Cell]) -> None:
         self._some(Account.STAGED, Account.DROPPED, Reason.GIVEN_UP, peer, NO_CHUNK, cells)
 
@@ -331,6 +337,37 @@ def late(ledger: Ledger, key: ShipmentKey, peer: int, chunk: Chunk) -> None:
         detail=chunk.seq,
         num_bytes=chunk.payload_bytes & 0xFFFF_FFFF,
     )
+
+
+def confirmed(ledger: Ledger, key: ShipmentKey, rank: int) -> None:
+    """Another rank of the group has come to its end of the transfer."""
+    accounts = (Account.OUTSIDE, Account.OUTSIDE)
+    ledger.post(Book.TRANSFERS, *accounts, Reason.CONFIRMED, key=row_key(key), peer=rank)
+
+
+def lent(ledger: Ledger, key: ShipmentKey, peer: int, run: CellRun) -> None:
+    """Cells, in blocks of the prompt, are handed to decode rank `peer`."""
+    _loan(ledger, Reason.LENT, key, peer, run, 0)
+
+
+def _loan(
+    ledger: Ledger, reason: Reason, key: ShipmentKey, peer: int, run: CellRun, life: int
+) -> None:
+    for head, num_heads in runs(run.heads):
+        ledger.post(
+            Book.LOANS,
+            Account.OUTSIDE,
+            Account.OUTSIDE,
+            reason,
+            key=row_key(key),
+            peer=peer,
+            layer=run.layer,
+            head=head,
+            num_heads=num_heads,
+            first=run.first_block,
+            count=run.num_blocks,
+            detail=life,
+        )
 
 
 def adopted(ledger: Ledger, key: ShipmentKey) -> None:

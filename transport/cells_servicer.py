@@ -19,8 +19,11 @@ import numpy as np
 
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten
+from kvcache.ledger import Ledger
+from kvcache.ledger_row import runs
 from protos import transfer_pb2_grpc
 from protos.transfer_pb2 import CellRun, FetchedCells, FetchRequest
+from transport import books
 from transport.books import NO_CHUNK
 from transport.config import TransportConfig
 from transport.departure import CellSource, Departure
@@ -76,12 +79,14 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         config: TransportConfig,
         lend: Callable[[ShipmentKey], Departure | None] = lambda key: None,
         blocks: PinsBlocks | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._source = source
         self._copiers = copiers
         self._config = config
         self._lend = lend
         self._blocks = blocks
+        self._ledger = ledger
         self._layers = layer_cells(source.spec)
         self._num_calls = 0
 
@@ -95,6 +100,7 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
                     aclosing(self._answers(request, departure)) as answers,
                 ):
                     async for answer in answers:
+                        self._note(request, answer)
                         await context.write(answer)
             finally:
                 self._num_calls -= 1
@@ -103,6 +109,21 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         except TimeoutError:
             reason = f"not read within {self._config.call_timeout_s:g} s"
             await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)
+
+    def _note(self, request: FetchRequest, answer: FetchedCells) -> None:
+        """Into the ledger, in the blocks of the prompt that lacks these cells."""
+        named = bool(request.names)
+        if self._ledger is None or answer.missing:
+            return
+        if named and len(request.places) != len(request.names):
+            return  # whoever it is keeps no books
+        key = ShipmentKey.from_proto(request.lacks if named else request.key)
+        first = answer.run.first_block
+        blocks = range(first, first + answer.run.num_blocks)
+        for start, count in runs(request.places[block] if named else block for block in blocks):
+            layer, heads = answer.run.layer, answer.run.heads
+            run = CellRun(layer=layer, first_block=start, num_blocks=count, heads=heads)
+            books.lent(self._ledger, key, request.decode_rank & 0xFFFF, run)
 
     def _check(self, request: FetchRequest) -> Departure | None:
         """The shipment that is asked for, if it is one. Raises _Refused unless the request is

@@ -18,7 +18,7 @@ from transport.cell_runs import Cell, runs_of
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.landing import Landed, Lander, Landing
-from transport.orders import Code
+from transport.orders import Code, Lender
 from transport.pull import Pull, Puller, PullFailed, by_name, by_shipment
 from transport.repairs import Ask, Offers, Source
 
@@ -71,8 +71,11 @@ class Mender:
         run: CellRun,
         digests: bytes,
         payload: memoryview | None,
+        lender: Lender | None = None,
     ) -> "asyncio.Future[Landed] | None":
-        """Let cells that were asked for land; None when they are not wanted (any more)."""
+        """Let cells that were asked for land; None when they are not wanted (any more). `lender`
+        gave them by a call.
+        """
         cells = landing.incoming.offer_again(rank, run)
         if not cells:
             return None
@@ -92,6 +95,9 @@ class Mender:
                 bad = done.result().bad
                 self._counts.repaired_cells += len(cells) - len(bad)
                 landing.book.mended(rank, cells, bad)
+                if lender is not None:
+                    good = [cell for cell in cells if cell not in bad]
+                    landing.book.borrowed(landing.order.key, lender, good)
                 landing.incoming.landed_again(rank, cells, bad, num_bytes)
             self._arrivals.review(landing)
 
@@ -125,23 +131,25 @@ class Mender:
             self._counts.resent_cells += len(cells)
             return
         if ask.source is Source.CALL:
-            address = landing.order.source_addresses[ask.rank]
-            pull = by_shipment(address, key, runs)
-            self._start(landing, ask.rank, pull, cells)
+            order, rank = landing.order, ask.rank
+            lender = Lender(order.prefill_instance, rank, order.source_addresses[rank])
+            pull = by_shipment(lender, key, runs, self._arrivals.identity.rank)
+            self._start(landing, rank, pull, cells)
         else:
             self._ask_holder(landing, ask, cells)
 
     def _ask_holder(self, landing: Landing, ask: Ask, cells: Sequence[Cell]) -> None:
         """Each of its ranks for the heads that it holds."""
-        holder, names = landing.order.holders[ask.holder], landing.order.block_names
-        of_rank: dict[int | None, list[Cell]] = defaultdict(list)
+        order, own_rank = landing.order, self._arrivals.identity.rank
+        holder = order.holders[ask.holder]
+        asked: dict[Lender | None, list[Cell]] = defaultdict(list)
         for cell in cells:
-            of_rank[holder.rank_for(cell.head, self._arrivals.identity.rank)].append(cell)
-        for rank, theirs in of_rank.items():
-            if rank is None:
+            asked[holder.lender(cell.head, own_rank)].append(cell)
+        for lender, theirs in asked.items():
+            if lender is None:
                 landing.incoming.repairs.end_call(theirs, f"{holder.instance} lacks {theirs[0]}")
             else:
-                pull = by_name(holder.rank_addresses[rank], names, runs_of(theirs))
+                pull = by_name(lender, order.key, order.block_names, runs_of(theirs), own_rank)
                 self._start(landing, ask.rank, pull, theirs)
 
     def _start(self, landing: Landing, rank: int, pull: Pull, cells: Sequence[Cell]) -> None:
@@ -157,10 +165,11 @@ class Mender:
             async with aclosing(self._puller.fetch(pull)) as parts:
                 async for run, part in parts:
                     self._counts.pulled_cells += run.num_blocks * len(run.heads)
-                    job = self.take(landing, rank, run, part.digests, memoryview(part.payload))
+                    payload = memoryview(part.payload)
+                    job = self.take(landing, rank, run, part.digests, payload, pull.lender)
                     jobs += [job] if job is not None else []
         except PullFailed as failed:
-            failure = f"{cells[0]} was not to be had from {pull.address}: {failed}"
+            failure = f"{cells[0]} was not to be had from {pull.lender.address}: {failed}"
             log.warning("pull_failed", transfer=str(landing.order.key), reason=failure)
         finally:
             await asyncio.gather(*jobs, return_exceptions=True)

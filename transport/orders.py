@@ -158,6 +158,15 @@ class ShipmentReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Lender:
+    """A rank of some worker's life that hands out cells by calls."""
+
+    instance: str
+    rank: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Holder:
     """A worker that knows blocks of a prompt by name, and hands out cells of them by calls."""
 
@@ -178,10 +187,10 @@ class Holder:
             kv_head_stops=[interval.stop for interval in self.kv_intervals],
         )
 
-    def rank_for(self, head: int, asker: int) -> int | None:
+    def lender(self, head: int, asker: int) -> Lender | None:
         """Of the ranks that hold a head, askers take one in turn, as in `transport.plan`."""
-        ranks = zip(range(len(self.rank_addresses)), self.kv_intervals, strict=False)
-        owners = [rank for rank, held in ranks if head in held]
+        ranks = enumerate(zip(self.rank_addresses, self.kv_intervals, strict=False))
+        owners = [Lender(self.instance, rank, at) for rank, (at, held) in ranks if head in held]
         return owners[asker % len(owners)] if owners else None
 
 

@@ -15,7 +15,7 @@ import grpc.aio
 from protos.transfer_pb2 import CellRun, FetchedCells, FetchRequest
 from protos.transfer_pb2_grpc import CellsStub
 from transport.grpc_options import channel_options
-from transport.orders import ShipmentKey
+from transport.orders import Lender, ShipmentKey
 
 Part = tuple[CellRun, FetchedCells]  # where in the prompt, and the cells
 
@@ -28,7 +28,7 @@ class PullFailed(Exception):
 class Pull:
     """One call: `runs[i]`, in the prompt's own blocks, is what `request.runs[i]` asks for."""
 
-    address: str
+    lender: Lender
     request: FetchRequest
     runs: Sequence[CellRun]
 
@@ -39,22 +39,38 @@ class Puller(Protocol):
         ...
 
 
-def by_shipment(address: str, key: ShipmentKey, runs: Sequence[CellRun]) -> Pull:
-    """Ask a prefill rank for cells of a shipment that it has not let go of yet."""
-    return Pull(address, FetchRequest(key=key.to_proto(), runs=runs), runs)
+def by_shipment(lender: Lender, key: ShipmentKey, runs: Sequence[CellRun], asker: int = 0) -> Pull:
+    """Ask a prefill rank for cells of a shipment that it has not let go of yet. `asker` is the
+    decode rank that does.
+    """
+    return Pull(lender, FetchRequest(key=key.to_proto(), runs=runs, decode_rank=asker), runs)
 
 
-def by_name(address: str, names: Sequence[bytes], runs: Sequence[CellRun]) -> Pull:
-    """Ask a rank of any worker for cells of named blocks; `names` are those of the prompt."""
+def by_name(
+    lender: Lender,
+    key: ShipmentKey,
+    names: Sequence[bytes],
+    runs: Sequence[CellRun],
+    asker: int = 0,
+) -> Pull:
+    """Ask a rank of any worker for cells of named blocks; `names` are those of the prompt. `key`
+    is of the shipment that lacks them, which gives no right: it is for the books.
+    """
     asked: list[bytes] = []
+    places: list[int] = []
     renumbered = []
     for run in runs:
         moved = CellRun()
         moved.CopyFrom(run)
         moved.first_block = len(asked)
-        asked += names[run.first_block : run.first_block + run.num_blocks]
+        blocks = range(run.first_block, run.first_block + run.num_blocks)
+        asked += [names[block] for block in blocks]
+        places += blocks
         renumbered.append(moved)
-    return Pull(address, FetchRequest(names=asked, runs=renumbered), runs)
+    request = FetchRequest(
+        names=asked, runs=renumbered, lacks=key.to_proto(), places=places, decode_rank=asker
+    )
+    return Pull(lender, request, runs)
 
 
 class GrpcPuller:
@@ -69,13 +85,13 @@ class GrpcPuller:
         self._open_channel = open_channel or _open_channel
 
     async def fetch(self, pull: Pull) -> AsyncGenerator[Part, None]:
-        channel = self._open_channel(pull.address)
+        channel = self._open_channel(pull.lender.address)
         try:
             call = CellsStub(channel).Fetch(pull.request, timeout=self._timeout_s)
             async for part in call:
                 run = placed(pull, part.run)
                 if run is None:
-                    raise PullFailed(f"{pull.address} answers with cells nobody asked for")
+                    raise PullFailed(f"{pull.lender.address} answers with cells nobody asked for")
                 if not part.missing:
                     yield run, part
         except grpc.aio.AioRpcError as error:

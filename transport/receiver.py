@@ -104,6 +104,10 @@ class Receiver:
         """
         self._arrivals.commit(key)
 
+    def confirmed(self, key: ShipmentKey, rank: int) -> None:
+        """Nothing of the transfer can be written on another rank of the group any more."""
+        books.confirmed(self.ledger, key, rank)
+
     def adopted(self, key: ShipmentKey) -> None:
         """The group has committed, and its request runs on the blocks."""
         books.adopted(self.ledger, key)

@@ -17,6 +17,7 @@ from typing import Self
 
 from kvcache.head_map import HeadInterval
 from kvcache.ledger import Ledger
+from transport import books
 from transport.books import own_ledger
 from transport.clock import Clock
 from transport.config import TransportConfig
@@ -131,6 +132,10 @@ class Shipper:
     def finish(self, request_key: int, first_tokens: Sequence[FirstToken] = ()) -> None:
         """Nothing more of the request will be sealed. Any thread; never waits."""
         self._inbox.put(Finished(request_key, tuple(first_tokens)))
+
+    def confirmed(self, key: ShipmentKey, rank: int) -> None:
+        """Nothing of the shipment is read on another rank of the group any more."""
+        books.confirmed(self.ledger, key, rank)
 
     async def abort(self, key: ShipmentKey, reason: str, code: Code = Code.CANCELLED) -> None:
         """Give a shipment up, and tell decode why. Returns when its blocks are read no more."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from kvcache.ledger_row import Account, Extract, TransferKey
-from kvferry.audit.ends import End, Pair
+from kvferry.audit.ends import End, Loan, Pair
 from kvferry.audit.process import Process
 from kvferry.audit.report import Broken, Report, Rule
 from transport.books import NO_CHUNK
@@ -35,6 +35,9 @@ def audit(extracts: Iterable[Extract], *, at_rest: bool = False) -> Report:
     lives: dict[int, list[Process]] = defaultdict(list)
     for process in processes:
         lives[_life_of(process.origin.instance)].append(process)
+    for prefill, decode in sides.values():
+        for side in (prefill, decode):
+            _check_fences(side, report)
     for key, (prefill, decode) in sides.items():
         _transfer(key, prefill, decode, lives, report)
     return report
@@ -53,6 +56,8 @@ def _transfer(
     report: Report,
 ) -> None:
     ends = [*prefill.values(), *decode.values()]
+    for end in decode.values():
+        _check_loans(end, lives, report)
     if not all(end.ended for end in ends):
         report.still_open += 1
         return
@@ -74,6 +79,31 @@ def _transfer(
         report.one_sided[key] = missing
     else:
         report.proved += 1
+
+
+def _check_fences(side: dict[int, End], report: Report) -> None:
+    """Rank 0 has entered who confirmed; what each of these has entered itself must agree."""
+    first = side.get(0)
+    for rank, seq in first.confirmed.items() if first is not None else ():
+        end = side.get(rank)
+        if first is not None and end is not None and not end.ended and seq <= first.common_seq:
+            what = f"rank {rank} has it {Account(end.state).name}"
+            broken = Broken(Rule.CONFIRMED_UNFENCED, end.origin, 0, what, end.key)
+            report.broken.append(broken)
+
+
+def _check_loans(end: End, lives: dict[int, list[Process]], report: Report) -> None:
+    for loan in end.borrowed:
+        for lender in lives.get(loan.life, ()):
+            if lender.origin.rank != loan.peer or not lender.complete or loan.seq > end.common_seq:
+                continue
+            lent = [each for each in lender.lent.get(end.key, ()) if each.peer == end.origin.rank]
+            missing = loan.cells().difference(*(each.cells() for each in lent))
+            if missing:
+                layer, block, head = min(missing)
+                what = f"{lender.origin} has not lent head {head}"
+                where = (end.key, layer, block)
+                report.broken.append(Broken(Rule.NEVER_LENT, end.origin, loan.seq, what, *where))
 
 
 def _check_group(
@@ -130,6 +160,13 @@ def _check_pair(
             if not any(_covers(there, row) for there in sent):
                 what = f"chunk {chunk} was written, {'otherwise' if sent else 'but never'} sent"
                 say(Rule.NEVER_SENT, theirs, what, row[0], row[1])
+    again = {cell for row in pair.resent.get(NO_CHUNK, ()) for cell in _cells(row)}
+    again.update(*(loan.cells() for loan in theirs.borrowed))
+    fetched = {cell for row in other.written.get(NO_CHUNK, ()) for cell in _cells(row)}
+    for layer, block, head in sorted(fetched - again)[:1]:
+        say(
+            Rule.NEVER_FETCHED, theirs, f"head {head} was neither sent again nor lent", layer, block
+        )
     for chunk in sorted(pair.acked - other.written.keys() - other.asked):
         row = pair.sent.get(chunk, [(-1, 0, 0, 0, 0, 0)])[0]
         say(Rule.ACKED_UNWRITTEN, ours, f"chunk {chunk}", row[0], row[1])
@@ -142,6 +179,11 @@ def _check_pair(
         say(Rule.COMMITTED_UNSEALED, theirs, f"{ours.origin} is {Account(ours.state).name}")
     lost = sum((pair.num_sends - other.num_arrivals).values())
     report.in_flight_lost += lost
+
+
+def _cells(row: tuple[int, ...]) -> set[tuple[int, int, int]]:
+    layer, first, count, head, num_heads, _ = row
+    return Loan(layer, first, count, head, num_heads, peer=0).cells()
 
 
 def _covers(sent: tuple[int, ...], row: tuple[int, ...]) -> bool:

@@ -20,6 +20,7 @@ class BlockBook:
         self._owners: dict[int, int] = {}
         self._bound: dict[int, dict[TransferKey, int]] = {}  # READ or WRITE, until the end
         self._of: dict[TransferKey, list[int]] = {}
+        self._unconfirmed: set[TransferKey] = set()
         self.num_promised = 0
         self.num_rotten = 0  # found changed since they were cached
 
@@ -75,7 +76,12 @@ class BlockBook:
             holders[key] = reason
             self._of.setdefault(key, []).append(block)
 
+    def await_ranks(self, key: TransferKey) -> None:
+        """This rank has ended the transfer; others have not confirmed that they have."""
+        self._unconfirmed.add(key)
+
     def unbind(self, key: TransferKey) -> None:
+        self._unconfirmed.discard(key)
         for block in self._of.pop(key, ()):
             self._bound[block].pop(key, None)
 
@@ -92,9 +98,10 @@ class BlockBook:
             self._say(Rule.FREED_TWICE, f"it has {owners} owners, and stays in use", block=block)
         if account == Account.IN_USE and target != Account.IN_USE:
             for key, how in self._bound.get(block, {}).items():
-                self._say(
-                    _freed_under(how), f"it goes {Reason(reason).name}", transfer=key, block=block
-                )
+                rule = _freed_under(how)
+                if key in self._unconfirmed:
+                    rule = Rule.FREED_UNCONFIRMED
+                self._say(rule, f"it goes {Reason(reason).name}", transfer=key, block=block)
         self._account[block] = target
         if target != Account.IN_USE:
             self._owners[block] = 0

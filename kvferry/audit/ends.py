@@ -48,6 +48,26 @@ ENDED = {A.RELEASED, A.DRAINED, A.COMMITTED, A.ADOPTED, A.FREED}
 Chunk = tuple[int, int, int, int, int, int]  # layer, first, count, head, heads, bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Cells that were handed out by a call."""
+
+    layer: int
+    first: int
+    count: int
+    head: int
+    num_heads: int
+    peer: int  # the rank that asked; of what was borrowed, the rank that lent
+    life: int = 0  # of the lender, as rows of ORDERED name it
+    seq: int = 0
+
+    def cells(self) -> set[tuple[int, int, int]]:
+        """By layer, block and head."""
+        heads = range(self.head, self.head + self.num_heads)
+        blocks = range(self.first, self.first + self.count)
+        return {(self.layer, block, head) for block in blocks for head in heads}
+
+
 @dataclass(slots=True)
 class Pair:
     """What one end has with one rank of the other end."""
@@ -65,6 +85,7 @@ class Pair:
     arrived: dict[int, list[Chunk]] = field(default_factory=dict)
     num_arrivals: Counter[int] = field(default_factory=Counter)
     written: dict[int, list[Chunk]] = field(default_factory=dict)
+    resent: dict[int, list[Chunk]] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
     committed: bool = False
 
@@ -82,6 +103,8 @@ class End:
         self.peer_life = 0
         self.pairs: dict[int, Pair] = {}
         self.dropped = 0
+        self.confirmed: dict[int, int] = {}  # by rank of the own group, the row that says so
+        self.borrowed: list[Loan] = []
         self.written_bytes = 0
         self._cells: dict[tuple[int, int], NDArray[np.uint8]] = {}
         self._jobs: Counter[tuple[int, int]] = Counter()
@@ -90,6 +113,15 @@ class End:
     @property
     def ended(self) -> bool:
         return self.state in ENDED
+
+    @property
+    def group_ended(self) -> bool:
+        """Ended on every rank of the group, as far as rank 0 is to know. What is committed at
+        decode is the request's, on each rank by itself.
+        """
+        others = range(1, self.origin.tp) if self.origin.rank == 0 else ()
+        committed = self.state in (A.COMMITTED, A.ADOPTED)
+        return self.ended and (committed or all(rank in self.confirmed for rank in others))
 
     @property
     def sent_bytes(self) -> int:
@@ -174,8 +206,8 @@ class End:
     def _note(self, pair: Pair, reason: int, chunk: int, row: Chunk) -> None:
         if reason in (R.SENT, R.RESENT):
             pair.num_sends[chunk] += 1
-            if reason == R.SENT:
-                pair.sent.setdefault(chunk, []).append(row)
+            rows = pair.sent if reason == R.SENT else pair.resent
+            rows.setdefault(chunk, []).append(row)
         elif reason == R.ACKED:
             pair.acked.add(chunk)
         elif reason == R.NACKED:

@@ -48,6 +48,10 @@ _ENTRIES: dict[Book, dict[R, tuple[tuple[A, A], ...]]] = {
         R.STRAY: ((A.OUTSIDE, A.DROPPED),),
         R.LATE: ((A.OUTSIDE, A.DROPPED),),
     },
+    Book.LOANS: {
+        R.LENT: ((A.OUTSIDE, A.OUTSIDE),),
+        R.BORROWED: ((A.OUTSIDE, A.OUTSIDE),),
+    },
     Book.JOBS: {
         R.GATHERING: ((A.OUTSIDE, A.READING),),
         R.GATHERED: ((A.READING, A.OUTSIDE),),

@@ -4,7 +4,7 @@ from typing import Any
 
 from kvcache.ledger_row import Account, Book, Extract, Reason, TransferKey
 from kvferry.audit.blocks import BlockBook
-from kvferry.audit.ends import End
+from kvferry.audit.ends import End, Loan
 from kvferry.audit.entries import misentered
 from kvferry.audit.report import Broken, Line, Rule
 
@@ -16,6 +16,7 @@ class Process:
         self.common_seq = extract.common_seq
         self.broken: list[Broken] = []
         self.ends: dict[TransferKey, End] = {}
+        self.lent: dict[TransferKey, list[Loan]] = {}
         self.blocks = BlockBook(self._say)
         self._seq = 0
         self._num_rows = len(extract.rows)
@@ -84,17 +85,29 @@ class Process:
         if book == Book.BINDINGS:
             self.blocks.bind(key, reason, detail, count)
             return
+        if reason == Reason.LENT:
+            loan = Loan(layer, first, count, head, num_heads, peer)
+            self.lent.setdefault(key, []).append(loan)
+            return
         end = self.ends.get(key)
         if end is None:
-            if reason in (Reason.LATE, Reason.ADOPTED):
+            if reason in (Reason.LATE, Reason.ADOPTED, Reason.CONFIRMED, Reason.BORROWED):
                 return  # of a transfer that ended before the first page that is left
             end = self.ends[key] = End(self.origin, key, self._say)
             end.common_seq = self.common_seq
             self._check_epoch(key)
         if book == Book.TRANSFERS:
-            end.move(source, target, seq)
-            if end.ended:
+            if reason == Reason.CONFIRMED:
+                end.confirmed[peer] = seq
+            else:
+                end.move(source, target, seq)
+            if end.group_ended:
                 self.blocks.unbind(key)
+            elif end.ended:
+                self.blocks.await_ranks(key)
+        elif book == Book.LOANS:
+            loan = Loan(layer, first, count, head, num_heads, peer, life=detail, seq=seq)
+            end.borrowed.append(loan)
         elif book == Book.JOBS:
             end.job(peer, detail, target)
         elif reason == Reason.ORDERED:

@@ -17,10 +17,10 @@ from kvcache.ledger_row import Account, Book, Extract, Origin, Reason
 from kvcache.spec import CacheSpec
 from kvferry.audit.audit import audit
 from kvferry.audit.report import Report, Rule
-from protos.transfer_pb2 import Chunk
-from transport.books import ReceivingBook, SendingBook, adopted
+from protos.transfer_pb2 import CellRun, Chunk
+from transport.books import ReceivingBook, SendingBook, adopted, confirmed, lent
 from transport.cell_runs import Cell
-from transport.orders import Code, ShipmentKey
+from transport.orders import Code, Lender, ShipmentKey
 from transport.shipment import Shape
 
 SPEC = CacheSpec.full(num_layers=2, num_kv_heads=2, head_dim=1, block_size=4, dtype="int8")
@@ -45,9 +45,17 @@ class Both:
 
     prefill: Ledger = field(default_factory=lambda: Ledger(Origin("p", "ip", 1, "prefill", 0, 1)))
     decode: Ledger = field(default_factory=lambda: Ledger(Origin("d", "id", 1, "decode", 0, 1)))
+    rank_1: Ledger | None = None  # of decode, in a group of two
 
     def __post_init__(self) -> None:
         self.pools = BlockPool(8, self.prefill), BlockPool(8, self.decode)
+
+    def widen(self) -> ReceivingBook:
+        """Decode has a second rank, which takes part in transfer 1, but gets no cells."""
+        self.decode = Ledger(Origin("d", "id", 1, "decode", 0, 2))
+        self.rank_1 = Ledger(Origin("d", "id", 1, "decode", 1, 2))
+        self.pools = self.pools[0], BlockPool(8, self.decode)
+        return ReceivingBook(self.rank_1, key(), {}, SHAPE, 0, "ip")
 
     def begin(self, number: int = 1) -> None:
         self.key = key(number)
@@ -88,7 +96,8 @@ class Both:
         self.out.drained()
 
     def audit(self) -> Report:
-        return audit([self.prefill.extract(), self.decode.extract()], at_rest=True)
+        ledgers = [self.prefill, self.decode, *([self.rank_1] if self.rank_1 else [])]
+        return audit([ledger.extract() for ledger in ledgers], at_rest=True)
 
 
 def whole(both: Both) -> None:
@@ -150,7 +159,81 @@ def test_a_transfer_that_is_given_up_is_proved() -> None:
     assert report.lines[0].failed == report.lines[1].failed == 1
 
 
+def test_blocks_are_let_go_when_the_last_rank_has_confirmed_its_fence() -> None:
+    both = Both()
+    other = both.widen()
+    both.begin()
+    both.give_up()
+    other.failed(Code.CANCELLED)
+    other.freed()
+    confirmed(both.decode, both.key, 1)
+    both.let_go()
+    both.audit().check()
+
+
+def _pulled(both: Both, lent_to: int = 0, lent_head: int = 1) -> None:
+    """A damaged cell comes by a call, and the other comes again over the link."""
+    both.begin()
+    bad = (Cell(0, 1, 1),)
+    for layer in range(2):
+        both.send(layer)
+        both.take(layer, bad if layer == 0 else ())
+    both.into.fetched(0, bad)
+    both.into.mended(0, bad, ())
+    run = CellRun(layer=0, first_block=1, num_blocks=1, heads=[lent_head])
+    lent(both.prefill, both.key, lent_to, run)
+    both.into.borrowed(both.key, Lender("ip", 0, "here"), bad)
+    both.end()
+    both.let_go()
+
+
+def test_cells_that_came_by_a_call_are_proved_by_both_sides() -> None:
+    both = Both()
+    _pulled(both)
+    report = both.audit()
+    report.check()
+    assert report.proved == 1
+
+
 # planted mistakes
+
+
+def _free_before_a_rank_confirms(both: Both) -> None:
+    other = both.widen()
+    both.begin()
+    both.give_up()
+    both.let_go()
+    other.failed(Code.CANCELLED)
+    other.freed()
+    confirmed(both.decode, both.key, 1)
+
+
+def _confirm_before_the_fence(both: Both) -> None:
+    both.widen()
+    both.begin()
+    both.give_up()
+    confirmed(both.decode, both.key, 1)
+    both.let_go()
+
+
+def _borrow_what_was_not_lent(both: Both) -> None:
+    _pulled(both, lent_head=0)
+
+
+def _borrow_what_another_was_lent(both: Both) -> None:
+    _pulled(both, lent_to=1)
+
+
+def _fetch_from_nowhere(both: Both) -> None:
+    both.begin()
+    bad = (Cell(0, 1, 1),)
+    for layer in range(2):
+        both.send(layer)
+        both.take(layer, bad if layer == 0 else ())
+    both.into.fetched(0, bad)
+    both.into.mended(0, bad, ())
+    both.end()
+    both.let_go()
 
 
 def _free_early(both: Both) -> None:
@@ -395,6 +478,11 @@ def _other_end_knows_nothing(both: Both) -> None:
 
 
 PLANTED: list[tuple[Callable[[Both], None], Rule]] = [
+    (_free_before_a_rank_confirms, Rule.FREED_UNCONFIRMED),
+    (_confirm_before_the_fence, Rule.CONFIRMED_UNFENCED),
+    (_borrow_what_was_not_lent, Rule.NEVER_LENT),
+    (_borrow_what_another_was_lent, Rule.NEVER_LENT),
+    (_fetch_from_nowhere, Rule.NEVER_FETCHED),
     (_free_early, Rule.FREED_UNDER_WRITER),
     (_free_under_reader, Rule.FREED_UNDER_READER),
     (_double_commit, Rule.WRONG_STATE),

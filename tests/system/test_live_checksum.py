@@ -27,6 +27,7 @@ from prefix_index.redis_index import RedisIndex
 from protos import inference_pb2 as pb
 from protos.transfer_pb2 import CellRun, FetchedCells
 from tests.system.live_cluster import LiveCluster, live_cluster
+from transport.orders import Lender, ShipmentKey
 from transport.pull import GrpcPuller, by_name
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
@@ -103,7 +104,8 @@ async def test_every_rank_gives_its_heads_of_a_block_by_name(cluster: LiveCluste
         runs = [
             CellRun(layer=0, first_block=1, num_blocks=1, heads=[h]) for h in range(start, stop)
         ]
-        pull = by_name(address, [bytes(name) for name in names], runs)
+        lender, key = Lender("d0", 0, address), ShipmentKey(b"k" * 16, 1, 1, 1)
+        pull = by_name(lender, key, [bytes(name) for name in names], runs)
         async with aclosing(GrpcPuller(5).fetch(pull)) as parts:
             async for run, part in parts:
                 assert bad_cells(rows := cells_in(part), proofs_in(part)).size == 0, rows

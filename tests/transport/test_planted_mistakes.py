@@ -18,13 +18,17 @@ from engine.sampling_params import SamplingParams
 from kvcache.kv_store import KvStore
 from kvferry.audit.audit import audit
 from model.source import open_model
+from prefill_worker.prefilling import Prefilling
 from protos.transfer_pb2 import ChunkAck, Frame
 from tests.system.in_process import decode_worker, open_legs, prefill_worker
 from tests.transport.any_history import seeded_history
 from tests.transport.broken import NUM_TOKENS, SOURCE, TARGET, with_fault
 from tests.transport.harness import cluster, network, soon
 from tests.transport.random_transfers import random_transfers
+from tests.transport.test_pull import carry, damaging, serving
 from transport.arrivals import Arrivals
+from transport.books import ReceivingBook
+from transport.cells_servicer import CellsServicer
 from transport.departures import Departures
 from transport.fault_wire import Item
 from transport.from_prefill import PrefillFrames
@@ -266,11 +270,11 @@ async def test_a_transfer_that_forgets_its_attempt_is_found(
         await retry_past_a_late_abort()
 
 
-async def cancel_in_mid_transfer() -> None:
+async def cancel_in_mid_transfer(prefill_tp: int = 1, decode_tp: int = 1) -> None:
     source, wire = open_model("checksum"), LoopbackWire()
     async with (
-        prefill_worker(source, wire, num_blocks=16) as prefill,
-        decode_worker(source, wire, num_blocks=16) as decode,
+        prefill_worker(source, wire, prefill_tp, num_blocks=16) as prefill,
+        decode_worker(source, wire, decode_tp, num_blocks=16) as decode,
     ):
         params = SamplingParams(max_tokens=4, temperature=0.0)
         legs = open_legs(prefill, decode, list(range(100)), params, max_chunk_tokens=16)
@@ -292,3 +296,60 @@ async def test_a_worker_that_drops_its_finally_is_found(monkeypatch: pytest.Monk
     plant(Decoding, "_let_go", let_nothing_go)(monkeypatch)
     with pytest.raises(AssertionError, match="HELD_AT_REST"):
         await cancel_in_mid_transfer()
+
+
+async def wait_for_rank_0_alone(right: Any, self: Decoding, rank: int, key: Any) -> int:
+    return int(await right(self, rank, key)) if rank == 0 else 0
+
+
+async def ask_rank_0_alone(right: Any, self: Prefilling, prompt: Any) -> None:
+    self._ranks = self._ranks[:1]
+    await right(self, prompt)
+
+
+@pytest.mark.parametrize(
+    ("tps", "mistake"),
+    [
+        ((1, 3), plant(Decoding, "_abort", wait_for_rank_0_alone)),
+        ((3, 1), plant(Prefilling, "_let_go", ask_rank_0_alone)),
+    ],
+    ids=["decode", "prefill"],
+)
+async def test_a_worker_that_does_not_wait_for_every_rank_is_found(
+    tps: tuple[int, int], mistake: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cancel_in_mid_transfer(*tps)
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError, match="FREED_UNCONFIRMED"):
+        await cancel_in_mid_transfer(*tps)
+
+
+async def fetch_by_a_call() -> None:
+    wrap = with_fault(outgoing=damaging)
+    async with network("grpc") as net, cluster(net, wrap=wrap) as group, serving(group) as address:
+        await carry(group, {"source_addresses": (address,)})
+
+
+def note_nothing(right: Any, self: CellsServicer, request: Any, answer: Any) -> None:
+    """What is handed out is in nobody's books."""
+
+
+def forget_who_lent_it(right: Any, self: ReceivingBook, key: Any, lender: Any, cells: Any) -> None:
+    """What came by a call is as if it had come over the link."""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "rule"),
+    [
+        (plant(CellsServicer, "_note", note_nothing), "NEVER_LENT"),
+        (plant(ReceivingBook, "borrowed", forget_who_lent_it), "NEVER_FETCHED"),
+    ],
+    ids=["the lender's", "the borrower's"],
+)
+async def test_cells_that_come_by_a_call_past_the_books_are_found(
+    mistake: Plant, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fetch_by_a_call()
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError, match=rule):
+        await fetch_by_a_call()

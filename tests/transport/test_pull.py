@@ -17,12 +17,13 @@ from tests.transport.harness import QUICK, SPEC, Cluster, cluster, filled_store,
 from transport.cells_servicer import CellsServicer
 from transport.config import TransportConfig
 from transport.fault_wire import FaultConnector, Item
-from transport.orders import Holder, ReceiptOrder, TransferFailed
+from transport.orders import Holder, Lender, ReceiptOrder, ShipmentKey, TransferFailed
 from transport.pull import GrpcPuller, Pull, PullFailed, by_name, by_shipment
 
 SOURCE, TARGET = [5, 3, 9, 0, 11], [7, 20, 2, 15, 4]
 NUM_TOKENS = 20
 NAMES = [bytes([i]) * 32 for i in range(5)]
+KEY = ShipmentKey(b"k" * 16, 1, 1, 1)  # of a shipment that nobody knows
 SPEC_CELL_BYTES = SPEC.cell_bytes(SPEC.groups[0].planes[0])
 
 
@@ -55,7 +56,7 @@ async def serving(
         threads = stack.enter_context(ThreadPoolExecutor(1))
         store, shipper = group.prefill.stores[rank], group.prefill.shippers[rank]
         server = grpc.aio.server()
-        servicer = CellsServicer(store, threads, config, shipper.lend, pins)
+        servicer = CellsServicer(store, threads, config, shipper.lend, pins, shipper.ledger)
         add_CellsServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -65,6 +66,10 @@ async def serving(
 
 async def fetched(pull: Pull) -> list[tuple[CellRun, bytes]]:
     return [(run, part.payload) async for run, part in GrpcPuller(5).fetch(pull)]
+
+
+def at(address: str) -> Lender:
+    return Lender("p1", 0, address)
 
 
 def cells(group: Cluster, block: int, layer: int = 1, heads: Sequence[int] = (0, 2)) -> bytes:
@@ -131,7 +136,7 @@ async def test_when_prefill_cannot_be_called_another_holder_of_the_block_is() ->
         pins = Pins({NAMES[2]: SOURCE[2]})
         async with serving(group, pins=pins) as address:
             heads = group.prefill.intervals
-            holders = [Holder("h", (each,), heads) for each in ("127.0.0.1:9", address)]
+            holders = [Holder("p1", (each,), heads) for each in ("127.0.0.1:9", address)]
             others: dict[str, object] = {"holders": tuple(holders)}
             others |= {"source_addresses": ("127.0.0.1:9",), "block_names": tuple(NAMES)}
             await carry(group, others)
@@ -207,7 +212,7 @@ async def test_a_pull_by_name_brings_what_is_there_and_leaves_out_what_is_not() 
     async with network("loopback") as net, cluster(net) as group:
         pins = Pins({NAMES[0]: SOURCE[0], NAMES[1]: SOURCE[1], NAMES[3]: SOURCE[3]})
         async with serving(group, pins=pins) as address:
-            parts = await fetched(by_name(address, NAMES, [run_of(0, 4)]))
+            parts = await fetched(by_name(at(address), KEY, NAMES, [run_of(0, 4)]))
         assert {(run.first_block, payload) for run, payload in parts} == {
             (block, cells(group, block)) for block in (0, 1, 3)
         }
@@ -220,7 +225,7 @@ async def test_a_pull_of_a_live_shipment_brings_its_cells_and_of_an_ended_one_no
         expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
         group.seal_all(key, NUM_TOKENS, SOURCE)
         await asyncio.gather(*expected)
-        pull = by_shipment(address, key, [run_of(3, 1)])
+        pull = by_shipment(at(address), key, [run_of(3, 1)])
         assert await fetched(pull) == [(run_of(3, 1), cells(group, 3))]
         await group.commit(key)
         await asyncio.gather(*shipped)
@@ -243,10 +248,10 @@ async def test_a_shipment_of_smaller_blocks_is_asked_for_by_their_own_size() -> 
         expected, shipped = group.expect(key, num_tokens, table), group.ship(key, num_tokens)
         group.seal_all(key, num_tokens, [*SOURCE[:4], 1, 2])
         await asyncio.gather(*expected)
-        parts = await fetched(by_shipment(address, key, [run_of(0, 16, heads=(0, 1, 2))]))
+        parts = await fetched(by_shipment(at(address), key, [run_of(0, 16, heads=(0, 1, 2))]))
         assert sum(run.num_blocks for run, _ in parts) == 16
         with pytest.raises(PullFailed, match=r"RESOURCE_EXHAUSTED: .* bytes are asked for"):
-            await fetched(by_shipment(address, key, [run_of(0, 17, heads=(0, 1, 2))]))
+            await fetched(by_shipment(at(address), key, [run_of(0, 17, heads=(0, 1, 2))]))
         await group.commit(key)
         await asyncio.gather(*shipped)
 
@@ -258,7 +263,7 @@ async def test_a_block_that_has_changed_is_missing_and_suspected() -> None:
         assert store.recheck(SOURCE[:2]) == []
         store.layer(1)[SOURCE[1], 0, 2, 1, 1] ^= 1
         async with serving(group, pins=pins) as address:
-            parts = await fetched(by_name(address, NAMES, [run_of(0, 1), run_of(1, 1)]))
+            parts = await fetched(by_name(at(address), KEY, NAMES, [run_of(0, 1), run_of(1, 1)]))
         assert [run.first_block for run, _ in parts] == [0]
         assert pins.suspected == [NAMES[1]]
 
@@ -285,15 +290,15 @@ async def test_a_pull_without_right_or_bounds_is_refused(
         serving(group, pins=Pins({})) as address,
     ):
         with pytest.raises(PullFailed, match=refusal):
-            await fetched(Pull(address, request_, list(request_.runs)))
+            await fetched(Pull(at(address), request_, list(request_.runs)))
 
 
 async def test_who_knows_no_names_says_so_and_so_does_nobody_at_all() -> None:
     async with network("loopback") as net, cluster(net) as group, serving(group) as address:
         with pytest.raises(PullFailed, match="FAILED_PRECONDITION: nobody here knows blocks"):
-            await fetched(by_name(address, NAMES, [run_of(0, 1)]))
+            await fetched(by_name(at(address), KEY, NAMES, [run_of(0, 1)]))
     with pytest.raises(PullFailed, match="UNAVAILABLE"):
-        await fetched(by_name(address, NAMES, [run_of(0, 1)]))
+        await fetched(by_name(at(address), KEY, NAMES, [run_of(0, 1)]))
 
 
 async def test_each_kind_of_damaged_cell_is_repaired_and_nothing_is_ever_wrong() -> None:
