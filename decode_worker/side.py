@@ -11,7 +11,7 @@ from decode_worker.settings import DecodeSettings
 from decode_worker.waiting_room import WaitingRoom
 from prefix_index.index import Role
 from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from transport.cells_servicer import CellsServicer
+from transport.cells_servicer import CellsServicer, PinsBlocks
 from transport.config import TransportConfig
 from transport.counts import TransferCounts
 from transport.receiver import Receiver
@@ -94,7 +94,7 @@ class DecodeSide:
         await self.receiver.close()
         self._lenders.shutdown()
 
-    def _cells(self, blocks: NamedBlocks | None = None) -> CellsServicer:
+    def _cells(self, blocks: PinsBlocks | None = None) -> CellsServicer:
         store = self._context.parts.store
         ledger = self.receiver.ledger
         return CellsServicer(store, self._lenders, self._config, blocks=blocks, ledger=ledger)

@@ -55,7 +55,7 @@ class KeptDigests:
         ids = np.asarray(block_ids, dtype=np.int64)
         with self._lock:
             np.add.at(self._written, ids, 1)
-            self._known_NLH[:, self._place[layer]][np.ix_(ids, heads)] = False
+            self._known_NLH[:, self._place[layer]][np.ix_(ids, np.asarray(heads))] = False
 
     def forget_all(self) -> None:
         self.forget(range(len(self._written)))

@@ -11,7 +11,7 @@ from prefill_worker.sealing import SealingObserver
 from prefill_worker.settings import PrefillSettings
 from prefix_index.index import Role
 from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from transport.cells_servicer import CellsServicer
+from transport.cells_servicer import CellsServicer, PinsBlocks
 from transport.config import TransportConfig
 from transport.counts import TransferCounts
 from transport.shipper import Shipper
@@ -83,7 +83,7 @@ class PrefillSide:
         await self._shipper.close()
         self._lenders.shutdown()
 
-    def _cells(self, blocks: NamedBlocks | None = None) -> CellsServicer:
+    def _cells(self, blocks: PinsBlocks | None = None) -> CellsServicer:
         lend = self._shipper.lend
         ledger = self._shipper.ledger
         return CellsServicer(self._store, self._lenders, self._config, lend, blocks, ledger)

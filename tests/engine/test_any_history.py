@@ -172,6 +172,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def _scribble(self, block_ids: Sequence[int]) -> None:
         """Write to blocks as a transfer does, whether or not a step is running."""
+        self.worker.store.kept.forget(block_ids)
         for layer in range(self.worker.store.num_layers):
             self.worker.store.layer(layer)[list(block_ids)] = -1
 

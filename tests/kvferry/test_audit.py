@@ -583,8 +583,18 @@ def history(seed: int) -> Both:
             bad = (Cell(layer, random.randint(0, 2), random.randint(0, 1)),)
             if random.random() < 0.3:
                 both.take(layer, bad)
+                (_, block, head), by_a_call = bad[0], random.random() < 0.5
+                run = CellRun(layer=layer, first_block=block, num_blocks=1, heads=[head])
+                if by_a_call:
+                    lent(both.prefill, both.key, 0, run)
+                else:
+                    again = chunk(layer, first_block=block, num_blocks=1, payload_bytes=8)
+                    again.heads.append(head)
+                    both.out.sent(0, again)
                 both.into.fetched(0, bad)
                 both.into.mended(0, bad, ())
+                if by_a_call:
+                    both.into.borrowed(both.key, Lender("ip", 0, "here"), bad)
             else:
                 both.take(layer)
         both.give_up() if fails else both.end()

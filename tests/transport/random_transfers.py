@@ -91,6 +91,7 @@ class Blocks:
 
     def fill(self, blocks: Sequence[int], value: int | None = None) -> None:
         """With one number, or with what no other block has; alike in every replica of a head."""
+        self._say_written(blocks)
         for layer in range(SPEC.num_layers):
             for block in blocks:
                 seed = self.random.getrandbits(40)
@@ -101,6 +102,11 @@ class Blocks:
                         numbers = torch.arange(cell_PSD.numel()).reshape(cell_PSD.shape)
                         first = seed * 1000 + head * 100_000
                         cell_PSD.copy_(numbers + first if value is None else numbers * 0 + value)
+        self._say_written(blocks)
+
+    def _say_written(self, blocks: Sequence[int]) -> None:
+        for store in self.side.stores:
+            store.kept.forget(blocks)
 
     def kept(self, blocks: Sequence[int]) -> list[list[torch.Tensor]]:
         """What they hold now, by rank and layer."""

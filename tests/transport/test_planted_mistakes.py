@@ -23,7 +23,7 @@ from protos.transfer_pb2 import ChunkAck, Frame
 from tests.system.in_process import decode_worker, open_legs, prefill_worker
 from tests.transport.any_history import seeded_history
 from tests.transport.broken import NUM_TOKENS, SOURCE, TARGET, with_fault
-from tests.transport.harness import cluster, network, soon
+from tests.transport.harness import QUICK, cluster, network, soon
 from tests.transport.random_transfers import random_transfers
 from tests.transport.test_pull import carry, damaging, serving
 from transport.arrivals import Arrivals
@@ -325,8 +325,12 @@ async def test_a_worker_that_does_not_wait_for_every_rank_is_found(
 
 
 async def fetch_by_a_call() -> None:
-    wrap = with_fault(outgoing=damaging)
-    async with network("grpc") as net, cluster(net, wrap=wrap) as group, serving(group) as address:
+    wrap, config = with_fault(outgoing=damaging), replace(QUICK, max_link_asks=0)
+    async with (
+        network("loopback") as net,
+        cluster(net, wrap=wrap, config=config) as group,
+        serving(group) as address,
+    ):
         await carry(group, {"source_addresses": (address,)})
 
 
