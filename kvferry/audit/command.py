@@ -73,6 +73,10 @@ def _shown(report: Report, missing: Sequence[str], console: Console) -> bool:
     lost = [f"{sides[side]} transfers are without {side}" for side in sorted(sides)]
     for reason in (*missing, *lost):
         console.print(f"[yellow]side missing[/yellow] {reason}", highlight=False, soft_wrap=True)
+    for line in report.lines:
+        if line.rotten:
+            what = f"{line.origin}: {line.rotten} cached blocks had changed, and were dropped"
+            console.print(f"[yellow]rotten[/yellow] {what}", highlight=False, soft_wrap=True)
     for broken in report.broken[:MOST_SHOWN]:
         console.print(f"[red]broken[/red] {broken}", highlight=False, soft_wrap=True)
     console.print(_verdict(report), highlight=False, soft_wrap=True)

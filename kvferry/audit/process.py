@@ -40,6 +40,7 @@ class Process:
             num_bytes=sum(end.sent_bytes + end.written_bytes for end in ends),
             repaired=sum(len(p.nacked | p.asked) for e in ends for p in e.pairs.values()),
             dropped=sum(end.dropped for end in ends),
+            rotten=self.blocks.num_rotten,
         )
 
     def at_rest(self) -> None:

@@ -87,6 +87,7 @@ class Line:
     num_bytes: int = 0
     repaired: int = 0  # chunks that were asked for again
     dropped: int = 0  # chunks that came and were not taken
+    rotten: int = 0  # cached blocks that had changed, and were dropped
 
 
 @dataclass(slots=True)

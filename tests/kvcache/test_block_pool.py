@@ -481,6 +481,18 @@ class AnyHistory(RuleBasedStateMachine):
         assert set(self.pool._free) == set(self.naive.free)
         self.naive.free = list(self.pool._free)  # the order in which a flush frees is its own
 
+    @precondition(lambda self: self.naive.names)
+    @rule(number=st.integers(0, 40))
+    def disown(self, number: int) -> None:
+        name = sorted(self.naive.names)[number % len(self.naive.names)]
+        block_id, before = self.naive.names[name].block_id, len(self.naive.names)
+        assert self.pool.disown(name, (block_id + 1) % 7) == 0
+        num_gone = self.pool.disown(name, block_id)
+        self.naive.forget(name)
+        assert num_gone == before - len(self.naive.names)
+        assert set(self.pool._free) == set(self.naive.free)
+        self.naive.free = list(self.pool._free)  # so is that of this one
+
     @invariant()
     def the_books_balance_and_equal_the_naive_ones(self) -> None:
         self.pool.check()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvcache.block_hash import BlockHash
 from kvcache.ledger import Ledger
 from kvcache.ledger_pages import PageConfig
 from kvcache.ledger_row import Account, Book, Origin, Reason
@@ -66,6 +67,20 @@ def test_a_block_let_go_twice_is_named(tmp_path: Path) -> None:
     proved, text = said([tmp_path])
     assert not proved
     assert f"block {both.target[0]}" in text
+
+
+def test_blocks_that_had_changed_are_counted_and_nobody_is_blamed(tmp_path: Path) -> None:
+    pool = both_in(tmp_path).pools[1]
+    first, second = pool.take(2)
+    pool.name(first, BlockHash(b"a" * 32), None)
+    pool.name(second, BlockHash(b"b" * 32), BlockHash(b"a" * 32))
+    pool.release([second])
+    assert pool.disown(BlockHash(b"a" * 32), first) == 2
+    pool.release([first])
+    pool.take_stock()
+    proved, text = said([tmp_path])
+    assert proved
+    assert "rotten d rank 0: 1 cached blocks had changed, and were dropped" in text
 
 
 def test_what_is_no_ledger_is_said_in_a_sentence(tmp_path: Path) -> None:
