@@ -52,6 +52,7 @@ class Rechecks:
         self._due: dict[int, BlockHash] = {}
         self._waiting: list[Future[None]] = []
         self._blanks: deque[tuple[int, BlockHash]] = deque()
+        self._num_seen = 0  # namings, when blanks were last looked for
 
     @property
     def has_blanks(self) -> bool:
@@ -80,7 +81,8 @@ class Rechecks:
 
     def take_blanks(self) -> Due:
         """A few cached blocks without a digest, while there are any."""
-        if not self._blanks and self._share > 0:
+        if not self._blanks and self._share > 0 and self._num_seen != self._pool.num_namings:
+            self._num_seen = self._pool.num_namings
             named = self._pool.named()
             unknown = set(self._kept.unknown(list(named)))
             self._blanks.extend(item for item in named.items() if item[0] in unknown)

@@ -77,6 +77,7 @@ class BlockPool:
         self._free = deque(range(num_blocks))
         self._named: dict[BlockHash, int] = {}  # a name is always inserted after its parent
         self._leaves: list[tuple[int, int]] = []  # heap of (released_at, block id), some outdated
+        self.num_namings = 0  # ever
         self._num_cached = 0
         self._num_promised = 0
         self._num_releases = 0
@@ -200,6 +201,7 @@ class BlockPool:
         block.name = name
         block.depth = 0 if block.parent is None else self._blocks[block.parent].depth + 1
         self._named[name] = block_id
+        self.num_namings += 1
         self._record(Stored(name, parent, block.depth))
         return True
 

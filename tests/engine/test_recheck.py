@@ -38,20 +38,29 @@ def test_a_block_that_changed_is_dropped_with_all_that_follow_and_computed_again
     worker = SmallWorker(recheck_share=1.0)
     assert worker.ask(PROMPT).text == RIGHT
     digested(worker)
-    names = worker.engine.resident()
-    worker.engine.drain_events()
     damage(worker, number)
-    heard = worker.add(PROMPT)
-    worker.step()
-    gone = [each.name for each in worker.engine.drain_events() if isinstance(each, Removed)]
-    assert gone == names[number:4][::-1] or set(gone) <= set(names[number:])
-    worker.drain()
+    heard = worker.ask(PROMPT)
     assert heard.text == RIGHT
     assert heard.num_cached == 16 * number
     stats = worker.engine.stats()
     assert (stats.rechecked_blocks, stats.rotten_blocks) == (4, 1)
     assert stats.disowned_blocks == 3 - number
     assert worker.ask(PROMPT).num_cached == 64
+
+
+def test_what_is_dropped_is_told_to_the_index() -> None:
+    worker = SmallWorker(recheck_share=0.0)
+    worker.ask(PROMPT)
+    digested(worker)
+    names = worker.engine.resident()
+    worker.engine.drain_events()
+    damage(worker, 1)
+    worker.engine.suspect(names)
+    assert worker.step()
+    assert worker.engine.drain_events() == [
+        Removed(name) for name in (names[3], names[2], names[1])
+    ]
+    assert worker.engine.resident() == names[:1]
 
 
 def test_without_damage_nothing_is_found_and_all_is_shared() -> None:
