@@ -1,7 +1,8 @@
 """What routing by cost gains on a real trace, and whether it still does: exits 1 where it does not.
 
 The Mooncake conversation trace over 8 replicas of 1.0M tokens, at 80 % of what they could compute
-without any reuse, and at 110 %. `make bench-replay ARGS=PATH/conversation_trace.jsonl` runs it.
+without any reuse, and at 110 %. Decode keeps no cache here, so that eight caches are eight.
+`make bench-replay ARGS=PATH/conversation_trace.jsonl` runs it.
 """
 
 import sys
@@ -66,12 +67,15 @@ def main() -> int:
         return 2
     silence()
     trace = read_trace(path)
-    usual = run_all(trace, USUAL, Options(load=0.8), console)
-    crowded = run_all(trace, (Policy.OURS, Policy.RANDOM), Options(load=1.1), console)
+    usual = run_all(trace, USUAL, Options(load=0.8, decode_cache=False), console)
+    crowded = run_all(
+        trace, (Policy.OURS, Policy.RANDOM), Options(load=1.1, decode_cache=False), console
+    )
     for load, outcomes in ((0.8, usual), (1.1, crowded)):
-        console.print(f"offered load {load:.0%}", table(outcomes), losses(outcomes), sep="\n")
+        figures = [each.figures for each in outcomes]
+        console.print(f"offered load {load:.0%}", table(outcomes), losses(figures), sep="\n")
         write(OUT.with_stem(f"replay-{load:.0%}".rstrip("%")), outcomes, {"trace": trace.name})
-        plot(OUT.with_stem(f"replay-{load:.0%}".rstrip("%")).with_suffix(".png"), outcomes, console)
+        plot(OUT.with_stem(f"replay-{load:.0%}".rstrip("%")).with_suffix(".png"), figures, console)
     found = bars({each.policy: each for each in usual}, {each.policy: each for each in crowded})
     for text, kept in found:
         console.print(f"{'kept' if kept else 'MISSED'}: {text}", highlight=False)

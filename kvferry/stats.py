@@ -16,12 +16,17 @@ ASK_TIMEOUT_S = 3.0
 
 def stats(http_url: str, console: Console) -> None:
     """Ask the router whose HTTP door this is. Raises NoCluster."""
+    console.print(hit_rate_table(hit_rate_of(read_metrics(http_url))))
+
+
+def read_metrics(http_url: str) -> str:
+    """What the router whose HTTP door this is counts. Raises NoCluster."""
     try:
         with urllib.request.urlopen(f"{http_url}/metrics", timeout=ASK_TIMEOUT_S) as answer:
-            text = answer.read().decode()
+            text: str = answer.read().decode()
     except (URLError, OSError, ValueError) as error:
         raise NoCluster(f"{http_url} gives no metrics: {error}") from None
-    console.print(hit_rate_table(hit_rate_of(text)))
+    return text
 
 
 def hit_rate_of(text: str) -> HitRate:

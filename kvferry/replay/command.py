@@ -10,20 +10,18 @@ import structlog
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvferry.errors import CommandError
 from kvferry.replay.options import Options
 from kvferry.replay.outcome import Outcome
-from kvferry.replay.report import losses, plot, table, write
-from kvferry.replay.rivals import Policy
+from kvferry.replay.report import failures, losses, plot, table, write
+from kvferry.replay.rivals import Policy, policy_of
 from kvferry.replay.simulation import replay
-from kvferry.replay.trace import Trace, read_trace
+from kvferry.replay.trace import Trace
 
 
 def replay_command(
-    path: Path,
+    trace: Trace,
     policies: Sequence[str],
     options: Options,
-    first: int | None,
     out: Path,
     picture: Path,
     decisions: Path | None,
@@ -31,15 +29,16 @@ def replay_command(
 ) -> list[Outcome]:
     """Replay under each policy, show, and leave the figures in `out`. Raises CommandError."""
     silence()
-    trace = read_trace(path).first(first)
-    outcomes = run_all(trace, [_policy(name) for name in policies], options, console)
+    outcomes = run_all(trace, [policy_of(name) for name in policies], options, console)
     console.print(table(outcomes))
-    console.print(losses(outcomes))
+    figures = [each.figures for each in outcomes]
+    console.print(losses(figures))
+    console.print(failures(figures), style="red", end="\n" if failures(figures) else "")
     if decisions is not None:
         _write_decisions(decisions, outcomes)
     write(out, outcomes, {"trace": trace.name, "requests": len(trace.arrivals), **_about(options)})
     console.print(f"figures: {out}", highlight=False, soft_wrap=True)
-    plot(picture, outcomes, console)
+    plot(picture, figures, console)
     return outcomes
 
 
@@ -60,14 +59,6 @@ def run_all(
             advance = partial(bar.advance, task)
             outcomes.append(replay(trace, replace(options, policy=policy), advance))
     return outcomes
-
-
-def _policy(name: str) -> Policy:
-    try:
-        return Policy(name)
-    except ValueError:
-        known = ", ".join(each.value for each in Policy)
-        raise CommandError(f"there is no policy {name}; there are {known}") from None
 
 
 def _about(options: Options) -> dict[str, object]:

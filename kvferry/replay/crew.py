@@ -1,20 +1,21 @@
 """The simulated workers and what announces them: real announcers, a real index, real mirrors.
 
 start   every worker registers under its first epoch
-fail    a prefill replica dies without a word: its lease lapses, its announcer is silent
+fail    a worker dies without a word: its lease lapses, its announcer is silent
 revive  the next life under the same name registers, empty, under the next epoch
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from engine.clock import Clock
-from kvcache.block_pool import BlockPool
+from kvcache.block_pool import BlockEvent, BlockPool
 from kvferry.replay.decode_replica import DecodeReplica
-from kvferry.replay.lagging_index import LaggingIndex
-from kvferry.replay.options import Fault, Options
+from kvferry.replay.options import INDEX, Fault, Options
 from kvferry.replay.prefill_replica import PrefillReplica
 from kvferry.replay.rivals import Policy
+from kvferry.replay.simulated_index import SimulatedIndex
 from kvferry.replay.trace import NAMESPACE, Trace
 from prefix_index.announcer import Announcer
 from prefix_index.index import Load, Manifest, Role, WorkerRecord
@@ -39,8 +40,7 @@ class Crew:
         self._options = options
         self._clock = clock
         self._unit = unit_tokens(trace)
-        self.index = LaggingIndex(clock)
-        self.index.lag_s = options.index_lag_s
+        self.index = SimulatedIndex(clock, options.index_lag_s)
         self._pool: BlockPool | None = None
         if options.policy in (Policy.SHARED_CACHE, Policy.INFINITE_CACHE):
             self._pool = BlockPool(self._shared_blocks())
@@ -49,10 +49,8 @@ class Crew:
         self._living: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
     async def start(self) -> None:
-        for number in range(self._options.num_replicas):
-            await self._begin_prefill(f"prefill-{number}")
-        for number in range(self._options.num_decodes):
-            await self._begin_decode(f"decode-{number}")
+        for name in (*self._options.prefills, *self._options.decodes):
+            await self._begin(name)
 
     async def stop(self) -> None:
         for _, task in self._living.values():
@@ -64,15 +62,23 @@ class Crew:
     async def suffer(self, fault: Fault) -> None:
         """Let one fault happen when it is due."""
         await self._clock.sleep(fault.at_s)
-        name = f"prefill-{fault.replica}"
-        self.fail(name)
-        if fault.down_s is not None:
-            await self._clock.sleep(fault.down_s)
-            await self._begin_prefill(name)
+        if fault.worker == INDEX:
+            self.index.lose()
+        else:
+            self.fail(fault.worker)
+        if fault.down_s is None:
+            return
+        await self._clock.sleep(fault.down_s)
+        if fault.worker == INDEX:
+            self.index.come_back_empty()
+        else:
+            await self._begin(fault.worker)
 
     def fail(self, name: str) -> None:
+        if name not in self._living:
+            return  # an earlier fault has ended it
         instance, announcing = self._living.pop(name)
-        self.prefills[instance].fail()
+        (self.prefills.get(instance) or self.decodes[instance]).fail()
         announcing.cancel()
 
     def work_ms(self) -> dict[str, float]:
@@ -83,50 +89,59 @@ class Crew:
             work[name] = work.get(name, 0.0) + replica.busy_ms
         return work
 
+    async def _begin(self, name: str) -> None:
+        if name in self._options.prefills:
+            await self._begin_prefill(name)
+        else:
+            await self._begin_decode(name)
+
     async def _begin_prefill(self, name: str) -> None:
         blocks = self._options.cache_tokens // self._trace.block_tokens
         pool = self._pool or BlockPool(blocks)
         replica = PrefillReplica(
             name, pool, self._trace.block_tokens, self._unit, self._options.speeds
         )
-        epoch = await self.index.next_epoch(name)
-        record = self._record(name, Role.PREFILL, epoch, replica.load())
+        record = await self._record(name, Role.PREFILL, replica.load())
         self.prefills[record.instance] = replica
-        announcer = Announcer(
-            self.index,
-            record,
-            source=replica.news if self._pool is None else lambda: (replica.load(), []),
-            resident=replica.resident if self._pool is None else list,
-            clock=self._clock,
-            heartbeat_s=HEARTBEAT_S,
-            lease_s=LEASE_S,
-        )
-        self._live(record, announcer)
+        if self._pool is None:
+            self._live(record, replica.news, replica.resident)
+        else:
+            self._live(record, lambda: (replica.load(), []), list)
 
     async def _begin_decode(self, name: str) -> None:
-        blocks = self._options.decode_tokens // self._trace.block_tokens
+        pool = BlockPool(self._options.decode_tokens // self._trace.block_tokens)
         replica = DecodeReplica(
-            name, blocks, self._trace.block_tokens, self._unit, self._options.speeds
+            name,
+            pool,
+            self._trace.block_tokens,
+            self._unit,
+            self._options.speeds,
+            self._options.decode_cache,
         )
-        epoch = await self.index.next_epoch(name)
-        record = self._record(name, Role.DECODE, epoch, replica.load())
+        record = await self._record(name, Role.DECODE, replica.load())
         self.decodes[record.instance] = replica
+        self._live(record, replica.news, replica.resident)
+
+    def _live(
+        self,
+        record: WorkerRecord,
+        source: Callable[[], tuple[Load, Sequence[BlockEvent]]],
+        held: Callable[[], Sequence[BlockEvent]],
+    ) -> None:
         announcer = Announcer(
             self.index,
             record,
-            source=lambda: (replica.load(), []),
-            resident=list,
+            source=source,
+            resident=held,
             clock=self._clock,
             heartbeat_s=HEARTBEAT_S,
             lease_s=LEASE_S,
         )
-        self._live(record, announcer)
-
-    def _live(self, record: WorkerRecord, announcer: Announcer) -> None:
         task = asyncio.create_task(_announce(announcer, self._clock))
         self._living[record.name] = (record.instance, task)
 
-    def _record(self, name: str, role: Role, epoch: int, load: Load) -> WorkerRecord:
+    async def _record(self, name: str, role: Role, load: Load) -> WorkerRecord:
+        epoch = await self.index.next_epoch(name)
         return WorkerRecord(
             name=name,
             role=role,

@@ -6,13 +6,17 @@ from kvferry.errors import CommandError
 from kvferry.replay.rivals import Policy
 from kvferry.replay.speeds import Speeds
 
+INDEX = "redis"
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """At `at_s` a prefill replica dies; its next life, empty, begins `down_s` later, if at all."""
+    """At `at_s` a worker dies, or the index is lost; `down_s` later, if at all, its next life
+    begins, empty.
+    """
 
     at_s: float
-    replica: int
+    worker: str  # prefill-3, decode-0, or INDEX
     down_s: float | None
 
 
@@ -24,20 +28,44 @@ class Options:
     load: float | None = 0.8  # of what computing everything would take; None: as recorded
     num_decodes: int = 2
     decode_tokens: int = 8_000_000  # of each
+    decode_cache: bool = True  # what decode holds stays there as cache
     index_lag_s: float = 0.0
     faults: tuple[Fault, ...] = ()
     seed: int = 0
     speeds: Speeds = field(default_factory=Speeds)
 
+    @property
+    def prefills(self) -> list[str]:
+        return [f"prefill-{number}" for number in range(self.num_replicas)]
+
+    @property
+    def decodes(self) -> list[str]:
+        return [f"decode-{number}" for number in range(self.num_decodes)]
+
+    def check(self) -> None:
+        """Raise CommandError where a fault is nobody's."""
+        known = [*self.prefills, *self.decodes, INDEX]
+        for fault in self.faults:
+            if fault.worker not in known:
+                raise CommandError(
+                    f"there is no {fault.worker} that could fail; there are {', '.join(known)}"
+                )
+
 
 def parse_fault(text: str) -> Fault:
-    """`kill:REPLICA@SECONDS` or `restart:REPLICA@SECONDS+SECONDS`. Raises CommandError."""
+    """`kill:WORKER@SECONDS` or `restart:WORKER@SECONDS+SECONDS`, where a number is a prefill
+    replica's. Raises CommandError.
+    """
     kind, _, rest = text.partition(":")
-    replica, _, times = rest.partition("@")
+    worker, _, times = rest.partition("@")
     at_s, plus, down_s = times.partition("+")
     try:
-        if (kind, plus) == ("kill", "") or (kind, plus) == ("restart", "+"):
-            return Fault(float(at_s), int(replica), float(down_s) if plus else None)
+        if worker and ((kind, plus) == ("kill", "") or (kind, plus) == ("restart", "+")):
+            named = f"prefill-{worker}" if worker.isdecimal() else worker
+            return Fault(float(at_s), named, float(down_s) if plus else None)
     except ValueError:
         pass
-    raise CommandError(f"{text} is no fault: kill:REPLICA@SECONDS, restart:REPLICA@SECONDS+SECONDS")
+    raise CommandError(
+        f"{text} is no fault: kill:WORKER@SECONDS or restart:WORKER@SECONDS+SECONDS, where a worker"
+        f" is prefill-0 (or 0), decode-0, or {INDEX}"
+    )

@@ -2,10 +2,11 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
+from kvferry.replay.figures import Figures, imbalance, quantile, spread_of
 from router.hit_rate import KINDS, HitRate, total
 
 
@@ -38,13 +39,26 @@ class Served:
     predicted_ms: float  # of the time to the first token
     ttft_ms: float
     total_ms: float
+    output_tokens: int
     hit_rate: HitRate
+
+    @property
+    def tpot_ms(self) -> float:
+        """For each token after the first."""
+        return (self.total_ms - self.ttft_ms) / max(1, self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    request: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     policy: str
     served: tuple[Served, ...]
+    failed: tuple[Failed, ...]
     decisions: tuple[Decision, ...]
     work_ms: Mapping[str, float]  # computing, by replica
     duration_s: float
@@ -57,18 +71,30 @@ class Outcome:
     @property
     def imbalance(self) -> float:
         """The busiest prefill replica's work over the mean; 1 is even."""
-        mean = fmean(self.work_ms.values())
-        return max(self.work_ms.values()) / mean if mean else 1.0
+        return imbalance(self.work_ms.values())
 
     def ttft_ms(self, share: float | None = None) -> float:
         """The time within which that share of the requests had a first token; None: the mean."""
         times = [each.ttft_ms for each in self.served]
-        return fmean(times) if share is None else quantile(times, share)
+        return fmean(times) if times and share is None else quantile(times, share or 0.0)
 
     @property
     def prediction_error_ms(self) -> float:
         """How far from the time to the first token its prediction was, in the mean."""
-        return fmean(abs(each.predicted_ms - each.ttft_ms) for each in self.served)
+        return fmean([abs(each.predicted_ms - each.ttft_ms) for each in self.served] or [0.0])
+
+    @property
+    def figures(self) -> Figures:
+        milliseconds = max(1e-9, 1000 * self.duration_s)
+        return Figures(
+            name=self.policy,
+            hit_rate=self.hit_rate,
+            ttft_ms=[each.ttft_ms for each in self.served],
+            tpot_ms=[each.tpot_ms for each in self.served if each.output_tokens > 1],
+            work={name: 100 * ms / milliseconds for name, ms in self.work_ms.items()},
+            work_unit="computing, % of the time",
+            failed=Counter(each.reason for each in self.failed),
+        )
 
     @property
     def digest(self) -> str:
@@ -77,11 +103,12 @@ class Outcome:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def summary(self) -> dict[str, object]:
-        rate = self.hit_rate
+        rate, figures = self.hit_rate, self.figures
         attempts = Counter(each.attempts for each in self.served)
         return {
             "policy": self.policy,
             "requests": len(self.served),
+            "failed": dict(Counter(each.reason for each in self.failed)),
             "retried": sum(count for tries, count in attempts.items() if tries > 1),
             "load": self.load,
             "duration_s": self.duration_s,
@@ -89,17 +116,9 @@ class Outcome:
             "tokens": dict(zip(KINDS, rate.chain(), strict=True)),
             "lost": {loss.value: count for loss, count in rate.lost.items()},
             "imbalance": self.imbalance,
-            "ttft_ms": {
-                "mean": self.ttft_ms(),
-                **{f"p{share}": self.ttft_ms(share / 100) for share in (50, 90, 99)},
-            },
+            "ttft_ms": spread_of(figures.ttft_ms),
+            "tpot_ms": spread_of(figures.tpot_ms),
             "prediction_error_ms": self.prediction_error_ms,
             "work_ms": dict(self.work_ms),
             "decisions": self.digest,
         }
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * round(share * 1000) // 1000) - 1)]

@@ -1,11 +1,62 @@
 """`kvferry replay`: its arguments."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvferry.flags import made_console
+
+if TYPE_CHECKING:
+    from kvferry.replay.speeds import Speeds
+
+
+SpeedsFile = Annotated[
+    Path | None,
+    typer.Option("--speeds", help="What workers need, as `bench serve` leaves it (JSON)."),
+]
+BaseMs = Annotated[
+    float | None, typer.Option(help="To compute a prompt, whatever its length.", show_default="0")
+]
+MsPerToken = Annotated[
+    float | None, typer.Option(help="To compute a prompt token.", show_default="0.1")
+]
+AttentionMs = Annotated[
+    float | None,
+    typer.Option(help="To compute it, for each token it looks at.", show_default="0"),
+]
+StepMs = Annotated[float | None, typer.Option(help="Of a decode step.", show_default="12")]
+StepMsPerSequence = Annotated[
+    float | None, typer.Option(help="Of it, for each sequence.", show_default="0.05")
+]
+First = Annotated[int | None, typer.Option(min=1, help="Only so many requests.")]
+Shrink = Annotated[
+    int, typer.Option(min=1, help="Divide all lengths by it, equal blocks staying equal.")
+]
+TraceFile = Annotated[
+    Path,
+    typer.Argument(help="Mooncake JSONL, token JSONL, Azure CSV, or text sessions (a folder)."),
+]
+
+
+def speeds_of(
+    file: Path | None,
+    base_ms: float | None,
+    ms_per_token: float | None,
+    attention_ms: float | None,
+    step_ms: float | None,
+    step_ms_per_sequence: float | None,
+) -> "Speeds":
+    """Those of the file, or the defaults, with what flags say instead. Raises CommandError."""
+    from kvferry.replay.speeds import Speeds, read_speeds
+
+    return (Speeds() if file is None else read_speeds(file)).changed(
+        prefill_base_ms=base_ms,
+        prefill_ms_per_token=ms_per_token,
+        attention_ms=attention_ms,
+        step_base_ms=step_ms,
+        step_ms_per_sequence=step_ms_per_sequence,
+    )
 
 
 def add_to(app: typer.Typer) -> None:
@@ -13,10 +64,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def replay(
-    trace: Annotated[
-        Path,
-        typer.Argument(help="Mooncake JSONL, token JSONL, Azure CSV, or text sessions (a folder)."),
-    ],
+    trace: TraceFile,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,19 +85,28 @@ def replay(
     ] = None,
     decodes: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
     decode_tokens: Annotated[int, typer.Option(min=1, help="Cache of each.")] = 8_000_000,
-    ms_per_token: Annotated[float, typer.Option(min=0, help="To compute a prompt token.")] = 0.1,
-    attention_ms: Annotated[
-        float, typer.Option(min=0, help="To compute a prompt token, for each token it looks at.")
-    ] = 0.0,
+    decode_cache: Annotated[
+        bool, typer.Option(help="Whether decode keeps what it held as cache, as it does.")
+    ] = True,
+    speeds: SpeedsFile = None,
+    base_ms: BaseMs = None,
+    ms_per_token: MsPerToken = None,
+    attention_ms: AttentionMs = None,
+    step_ms: StepMs = None,
+    step_ms_per_sequence: StepMsPerSequence = None,
     index_lag: Annotated[
         float, typer.Option(min=0, max=2, help="Seconds until the index hears of a block.")
     ] = 0.0,
     fault: Annotated[
         list[str] | None,
-        typer.Option(help="kill:REPLICA@SECONDS or restart:REPLICA@SECONDS+SECONDS."),
+        typer.Option(
+            help="kill:WORKER@SECONDS or restart:WORKER@SECONDS+SECONDS; a worker is prefill-0,"
+            " decode-0, or redis."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is random.")] = 0,
-    first: Annotated[int | None, typer.Option(min=1, help="Only so many requests.")] = None,
+    first: First = None,
+    shrink: Shrink = 1,
     out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path(
         "bench/out/replay.json"
     ),
@@ -62,7 +119,7 @@ def replay(
     from kvferry.replay.command import replay_command as run
     from kvferry.replay.options import Options, parse_fault
     from kvferry.replay.rivals import Policy
-    from kvferry.replay.speeds import Speeds
+    from kvferry.replay.trace import read_trace
 
     options = Options(
         num_replicas=replicas,
@@ -70,11 +127,22 @@ def replay(
         load=load,
         num_decodes=decodes,
         decode_tokens=decode_tokens,
+        decode_cache=decode_cache,
         index_lag_s=index_lag,
         faults=tuple(parse_fault(each) for each in fault or []),
         seed=seed,
-        speeds=Speeds(prefill_ms_per_token=ms_per_token, attention_ms=attention_ms),
+        speeds=speeds_of(
+            speeds, base_ms, ms_per_token, attention_ms, step_ms, step_ms_per_sequence
+        ),
     )
     policies = policy or [each.value for each in Policy]
     picture = picture or out.with_suffix(".png")
-    run(trace, policies, options, first, out, picture, decisions, made_console())
+    run(
+        read_trace(trace).first(first).shrunk(shrink),
+        policies,
+        options,
+        out,
+        picture,
+        decisions,
+        made_console(),
+    )

@@ -9,17 +9,15 @@ from dataclasses import dataclass, field
 
 from kvcache.block_hash import BlockHash
 from kvcache.block_pool import BlockEvent, BlockPool, OutOfBlocks
+from kvferry.replay.life import LifeOver
 from kvferry.replay.speeds import Speeds
 from kvferry.replay.trace import Arrival
 from prefix_index.events import index_events
 from prefix_index.index import Load
 
 FULL_POLL_S = 0.005
-WEIGHT = 0.2  # of the newest prompt in the speed that is reported
-
-
-class LifeOver(Exception):
-    """The worker died before it was done."""
+WEIGHT = 0.2  # of the newest prompt in the speed that is reported, if it has so many tokens
+FULL_CHUNK = 64
 
 
 @dataclass(slots=True)
@@ -46,12 +44,17 @@ class PrefillReplica:
     _queued_tokens: int = 0
     _num_waiting: int = 0
     _num_running: int = 0
-    _ms_per_token: float = 0.0
+    _ms_per_token: float = -1.0
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _died: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        self._ms_per_token = self.speeds.usual_ms_per_token
+
     async def compute(self, arrival: Arrival) -> Computed:
         """Wait for a turn, reuse what is here, compute the rest. Raises LifeOver."""
+        if not self.alive:
+            raise LifeOver(self.name)
         self._queued_tokens += arrival.num_tokens
         self._num_waiting += 1
         try:
@@ -96,7 +99,7 @@ class PrefillReplica:
                     return held
             self.pool.release(reversed(held))
             await asyncio.sleep(FULL_POLL_S)
-        raise LifeOver(f"{self.name} died")
+        raise LifeOver(self.name)
 
     async def _spend(self, milliseconds: float) -> None:
         try:
@@ -106,7 +109,7 @@ class PrefillReplica:
             self.busy_ms += milliseconds
             self.num_prompts += 1
             return
-        raise LifeOver(f"{self.name} died")
+        raise LifeOver(self.name)
 
     def release(self, computed: Computed) -> None:
         """What was shipped need not be held any more; it stays as cache."""
@@ -136,6 +139,5 @@ class PrefillReplica:
         return index_events(self.pool.resident_blocks())
 
     def _measure(self, compute_ms: float, num_tokens: int) -> None:
-        sample = compute_ms / num_tokens
-        known = self._ms_per_token or sample
-        self._ms_per_token = known + WEIGHT * (sample - known)
+        weight = WEIGHT * min(1.0, num_tokens / FULL_CHUNK)
+        self._ms_per_token += weight * (compute_ms / num_tokens - self._ms_per_token)

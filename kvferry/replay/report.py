@@ -1,17 +1,19 @@
 """What replays found: as JSON for machines, as a table and as a picture for people."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.replay.figures import Figures, quantile
 from kvferry.replay.outcome import Outcome
 from router.hit_rate import Loss
 
 COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b7791f", "#97266d", "#4a5568", "#285e61")
+GREYS = ("#1a202c", "#c05621", "#b7791f", "#a0aec0", "#718096", "#e53e3e")
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
@@ -20,7 +22,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     made.add_column("policy")
     for name in ("oracle", "available", "captured", "promised", "delivered"):
         made.add_column(name, justify="right")
-    for name in ("imbalance", "mean", "p50", "p90", "p99", "prediction"):
+    for name in ("imbalance", "mean", "p50", "p90", "p99", "prediction", "per token"):
         made.add_column(name, justify="right")
     for each in outcomes:
         rate = each.hit_rate
@@ -31,24 +33,33 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             f"{each.imbalance:.2f}",
             *(_seconds(each.ttft_ms(share)) for share in (None, 0.5, 0.9, 0.99)),
             f"± {_seconds(error_ms)}",
+            f"{quantile(each.figures.tpot_ms, 0.5):.1f} ms",
         )
     return made
 
 
-def losses(outcomes: Sequence[Outcome]) -> Table:
+def losses(found: Sequence[Figures]) -> Table:
     """Why prompt tokens were computed; with what was delivered a line adds up to 100 %."""
     made = Table()
-    made.add_column("policy")
+    made.add_column("")
     made.add_column("delivered", justify="right")
     for loss in Loss:
         made.add_column(loss.value, justify="right")
-    for each in outcomes:
+    for each in found:
         rate = each.hit_rate
         lost = (rate.rate(rate.lost.get(loss, 0)) for loss in Loss)
-        made.add_row(
-            each.policy, f"{rate.rate(rate.delivered):.1%}", *(f"{share:.1%}" for share in lost)
-        )
+        made.add_row(each.name, f"{each.delivered:.1%}", *(f"{share:.1%}" for share in lost))
     return made
+
+
+def failures(found: Sequence[Figures]) -> str:
+    """Empty where nothing failed."""
+    lines = [
+        f"{each.name}: {count} failed: {why}"
+        for each in found
+        for why, count in sorted(each.failed.items())
+    ]
+    return "\n".join(lines)
 
 
 def _seconds(milliseconds: float) -> str:
@@ -61,8 +72,8 @@ def write(path: Path, outcomes: Sequence[Outcome], about: dict[str, Any]) -> Non
     path.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def plot(path: Path, outcomes: Sequence[Outcome], console: Console) -> None:
-    """TTFT distribution, hit-rate split and load per replica; needs matplotlib, an optional one."""
+def plot(path: Path, found: Sequence[Figures], console: Console) -> None:
+    """Both distributions, the hit-rate split and each replica's load; matplotlib is optional."""
     try:
         import matplotlib
     except ImportError:
@@ -71,10 +82,11 @@ def plot(path: Path, outcomes: Sequence[Outcome], console: Console) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (times, split, load) = pyplot.subplots(1, 3, figsize=(17, 5))
-    _plot_times(times, outcomes)
-    _plot_split(split, outcomes)
-    _plot_load(load, outcomes)
+    figure, ((times, paces), (split, load)) = pyplot.subplots(2, 2, figsize=(14, 9))
+    _plot_times(times, {each.name: each.ttft_ms for each in found}, "time to first token, ms")
+    _plot_times(paces, {each.name: each.tpot_ms for each in found}, "time per further token, ms")
+    _plot_split(split, found)
+    _plot_load(load, found)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -82,25 +94,25 @@ def plot(path: Path, outcomes: Sequence[Outcome], console: Console) -> None:
     console.print(f"plot: {path}", highlight=False, soft_wrap=True)
 
 
-def _plot_times(axes: Any, outcomes: Sequence[Outcome]) -> None:
-    for number, each in enumerate(outcomes):
-        ordered = sorted(served.ttft_ms / 1000 for served in each.served)
-        shares = [(at + 1) / len(ordered) for at in range(len(ordered))]
-        axes.plot(ordered, shares, label=each.policy, color=COLOURS[number % len(COLOURS)])
-    axes.set_xscale("log")
-    axes.set_xlabel("time to first token, s")
+def _plot_times(axes: Any, times_ms: Mapping[str, Sequence[float]], what: str) -> None:
+    for number, (name, values) in enumerate(times_ms.items()):
+        shares = [(at + 1) / len(values) for at in range(len(values))]
+        axes.plot(sorted(values), shares, label=name, color=COLOURS[number % len(COLOURS)])
+    if any(value > 0 for values in times_ms.values() for value in values):
+        axes.set_xscale("log")
+    axes.set_xlabel(what)
     axes.set_ylabel("share of requests")
     axes.legend()
 
 
-def _plot_split(axes: Any, outcomes: Sequence[Outcome]) -> None:
-    names = [each.policy for each in outcomes]
-    rates = [each.hit_rate for each in outcomes]
+def _plot_split(axes: Any, found: Sequence[Figures]) -> None:
+    names = [each.name for each in found]
+    rates = [each.hit_rate for each in found]
     left = [100 * rate.rate(rate.delivered) for rate in rates]
     axes.barh(names, left, label="delivered", color="#2b6cb0")
     shown = [loss for loss in Loss if loss is not Loss.NEW]
-    greys = ("#1a202c", "#c05621", "#b7791f", "#a0aec0", "#718096", "#e53e3e")
-    for loss, colour in zip(shown, greys, strict=True):
+    for number, loss in enumerate(shown):
+        colour = GREYS[number % len(GREYS)]
         widths = [100 * rate.rate(rate.lost.get(loss, 0)) for rate in rates]
         axes.barh(names, widths, left=left, label=loss.value, color=colour)
         left = [start + width for start, width in zip(left, widths, strict=True)]
@@ -109,12 +121,13 @@ def _plot_split(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.legend(fontsize=8)
 
 
-def _plot_load(axes: Any, outcomes: Sequence[Outcome]) -> None:
-    width = 0.8 / len(outcomes)
-    for number, each in enumerate(outcomes):
-        busy = [100 * ms / 1000 / each.duration_s for ms in each.work_ms.values()]
-        places = [at + number * width for at in range(len(busy))]
+def _plot_load(axes: Any, found: Sequence[Figures]) -> None:
+    width = 0.8 / len(found)
+    names = sorted({name for each in found for name in each.work})
+    for number, each in enumerate(found):
+        heights = [each.work.get(name, 0.0) for name in names]
+        places = [at + number * width for at in range(len(names))]
         colour = COLOURS[number % len(COLOURS)]
-        axes.bar(places, busy, width, label=each.policy, color=colour)
-    axes.set_xlabel("prefill replica")
-    axes.set_ylabel("computing, % of the time")
+        axes.bar(places, heights, width, label=each.name, color=colour)
+    axes.set_xticks([at + 0.4 - width / 2 for at in range(len(names))], names, rotation=30)
+    axes.set_ylabel(" or ".join(dict.fromkeys(each.work_unit for each in found)))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from hashlib import blake2b
 
+from kvferry.errors import CommandError
 from router.policy import Replica
 
 Pick = Callable[[Sequence[Replica], Sequence[bytes]], str]
@@ -30,6 +31,15 @@ class Policy(Enum):
     MOST_CACHED = "most-cached"
     SHARED_CACHE = "shared-cache"
     INFINITE_CACHE = "infinite-cache"
+
+
+def policy_of(name: str) -> Policy:
+    """Raises CommandError."""
+    try:
+        return Policy(name)
+    except ValueError:
+        known = ", ".join(each.value for each in Policy)
+        raise CommandError(f"there is no policy {name}; there are {known}") from None
 
 
 def picker(policy: Policy, seed: int) -> Pick:

@@ -1,14 +1,17 @@
 """One trace through the real router and index, with simulated workers, in virtual time.
 
 Each request takes the way that `router.generation` gives it: a snapshot of the fleet from the
-mirror, the policy's choice, a booking; prefill computes, decode streams; a worker that dies is
-doubted and the request tries again without it. What is simulated is the time workers take.
+mirror, the policy's choice, a booking; decode makes room while prefill computes, blocks are
+shipped, decode streams. A worker that dies is doubted, and the request tries again without it,
+unless tokens had been streamed. What is simulated is the time workers take.
 """
 
 import asyncio
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, cast
 
 import grpc.aio
@@ -16,9 +19,11 @@ import grpc.aio
 from kvcache.block_hash import BlockHash, Namespace, index_key
 from kvferry.errors import CommandError
 from kvferry.replay.crew import Crew, unit_tokens
+from kvferry.replay.decode_replica import DecodeReplica, Place
+from kvferry.replay.life import LifeOver
 from kvferry.replay.options import Options
-from kvferry.replay.outcome import Decision, Outcome, Served
-from kvferry.replay.prefill_replica import Computed, LifeOver
+from kvferry.replay.outcome import Decision, Failed, Outcome, Served
+from kvferry.replay.prefill_replica import Computed, PrefillReplica
 from kvferry.replay.rivals import picker
 from kvferry.replay.speeds import at_load, zero_hit_ms
 from kvferry.replay.trace import Arrival, Trace
@@ -27,6 +32,7 @@ from prefix_index.index import Role
 from prefix_index.mirror import Mirror
 from router import policy
 from router.fleet import Fleet
+from router.generation import Bounds
 from router.hit_rate import HitRate, account
 from router.journal import journal
 from router.sightings import Sightings
@@ -43,10 +49,11 @@ def replay(trace: Trace, options: Options, progress: Callable[[], None] = lambda
         trace = at_load(trace, speeds, options.num_replicas, options.load)
     load = zero_hit_ms(trace, speeds) / (options.num_replicas * 1000 * max(trace.duration_s, 1e-3))
     simulation = _Simulation(trace, options, progress)
-    served = run_virtual(simulation.run())
+    ends = run_virtual(simulation.run())
     return Outcome(
         options.policy.value,
-        served,
+        tuple(end for end in ends if isinstance(end, Served)),
+        tuple(end for end in ends if isinstance(end, Failed)),
         tuple(simulation.decisions),
         simulation.crew.work_ms(),
         simulation.ended_at,
@@ -55,6 +62,7 @@ def replay(trace: Trace, options: Options, progress: Callable[[], None] = lambda
 
 
 def _refuse(trace: Trace, options: Options) -> None:
+    options.check()
     longest = max(each.num_tokens for each in trace.arrivals)
     if longest > options.cache_tokens:
         raise CommandError(
@@ -93,11 +101,12 @@ class _Simulation:
         self._unit = unit_tokens(trace)
         self.crew: Crew
         self._pick = picker(options.policy, options.seed)
+        self._bounds = Bounds()
         self._sightings = Sightings(self._clock, lag_s=1.5 + options.index_lag_s)
         self.decisions: list[Decision] = []
         self.ended_at = 0.0
 
-    async def run(self) -> tuple[Served, ...]:
+    async def run(self) -> tuple[Served | Failed, ...]:
         self.crew = Crew(self._trace, self._options, self._clock)
         mirror = Mirror(self.crew.index, self._clock)
         self._fleet = Fleet(
@@ -109,7 +118,8 @@ class _Simulation:
         )
         await self.crew.start()
         following = asyncio.create_task(mirror.run())
-        while self._fleet.num_live(Role.PREFILL) < self._options.num_replicas:
+        everybody = self._options.num_replicas + self._options.num_decodes
+        while sum(map(self._fleet.num_live, Role)) < everybody:
             self._fleet.refresh()
             await self._clock.sleep(NOBODY_POLL_S)
         faults = [asyncio.create_task(self.crew.suffer(fault)) for fault in self._options.faults]
@@ -121,17 +131,23 @@ class _Simulation:
                 task.cancel()
             await self.crew.stop()
 
-    async def _serve_all(self) -> tuple[Served, ...]:
+    async def _serve_all(self) -> tuple[Served | Failed, ...]:
         start = self._clock.now()
         tasks = []
         for number, arrival in enumerate(self._trace.arrivals):
             await self._clock.sleep(max(0.0, start + arrival.at_s - self._clock.now()))
             tasks.append(asyncio.create_task(self._serve(number, arrival)))
-        served = await asyncio.gather(*tasks)
+        ends = await asyncio.gather(*tasks)
         self.ended_at = self._clock.now() - start
-        return tuple(served)
+        return tuple(ends)
 
-    async def _serve(self, number: int, arrival: Arrival) -> Served:
+    async def _serve(self, number: int, arrival: Arrival) -> Served | Failed:
+        end = await self._try_all(number, arrival)
+        self._progress()
+        return end
+
+    async def _try_all(self, number: int, arrival: Arrival) -> Served | Failed:
+        """Until it is served, or the router would give up."""
         started = self._clock.now()
         without: dict[Any, str] = {}
         names = [index_key(name) for name in arrival.names]
@@ -139,20 +155,21 @@ class _Simulation:
         while True:
             made = self._choose(number, arrival, names, attempts + 1, without)
             if made is None:
+                waited_s = self._clock.now() - started
+                if attempts or waited_s >= self._bounds.admission_wait_s:
+                    return Failed(number, "nobody can serve it")
                 await self._clock.sleep(NOBODY_POLL_S)
-                without.clear()
                 continue
             attempts += 1
             predicted_ms = (self._clock.now() - started) * 1000 + made.chosen.terms.ttft_ms
             try:
-                ttft_at, rate = await self._attempt(arrival, names, made)
+                ttft_at, rate = await self._attempt(number, arrival, names, made)
             except LifeOver as error:
-                assert made.chosen.prefill is not None
-                lost = made.snapshot.prefills[made.chosen.prefill.name].record.instance
-                without[lost] = str(error)
-                self._fleet.doubts.add(lost, str(error))
+                self._went_wrong(made, error, without)
+                if error.streaming or attempts > self._bounds.max_pair_attempts:
+                    return Failed(number, str(error))
                 continue
-            self._progress()
+            total_s = self._clock.now() - started
             return Served(
                 request=number,
                 prefill=made.chosen.prefill.name if made.chosen.prefill else "",
@@ -160,9 +177,16 @@ class _Simulation:
                 attempts=attempts,
                 predicted_ms=predicted_ms,
                 ttft_ms=(ttft_at - started) * 1000,
-                total_ms=(self._clock.now() - started) * 1000,
+                total_ms=total_s * 1000,
+                output_tokens=arrival.output_tokens,
                 hit_rate=rate,
             )
+
+    def _went_wrong(self, made: _Try, error: LifeOver, without: dict[Any, str]) -> None:
+        workers = {**made.snapshot.prefills, **made.snapshot.decodes}
+        lost = workers[error.worker].record.instance
+        without[lost] = str(error)
+        self._fleet.doubts.add(lost, str(error))
 
     def _choose(
         self,
@@ -173,7 +197,7 @@ class _Simulation:
         without: dict[Any, str],
     ) -> _Try | None:
         """As the router's handler does: those in doubt are asked where nobody else is left."""
-        key = names[-1] if names else number.to_bytes(16, "little")
+        key = self._salted(names[-1] if names else number.to_bytes(16, "little"))
         num_tokens = -(-arrival.num_tokens // self._unit)
 
         def named(_namespace: Namespace, _block_size: int) -> Sequence[BlockHash]:
@@ -182,9 +206,7 @@ class _Simulation:
         for trusting in (False, True):
             snapshot = self._fleet.snapshot(num_tokens, key, named, without, trusting=trusting)
             usable = [each for each in snapshot.replicas.prefills if not each.refused]
-            if not usable:
-                continue
-            pins = policy.Pins(prefill=self._pick(usable, names))
+            pins = policy.Pins(prefill=self._pick(usable, names) if usable else "")
             decision = policy.choose(snapshot.prompt, snapshot.replicas, pins)
             if decision.chosen is not None:
                 break
@@ -202,6 +224,10 @@ class _Simulation:
             )
         )
         return self._observe(arrival, names, snapshot, chosen)
+
+    def _salted(self, key: bytes) -> bytes:
+        """What ties go by: prompts of another seed are other prompts."""
+        return blake2b(key, digest_size=16, salt=self._options.seed.to_bytes(8, "little")).digest()
 
     def _observe(
         self,
@@ -232,29 +258,37 @@ class _Simulation:
         return _Try(snapshot, chosen, rates, gone)
 
     async def _attempt(
-        self, arrival: Arrival, names: Sequence[BlockHash], made: _Try
+        self, number: int, arrival: Arrival, names: Sequence[BlockHash], made: _Try
     ) -> tuple[float, HitRate]:
         """Until the last token; when the first one was out, and what became of the prompt's."""
         snapshot, chosen = made.snapshot, made.chosen
         decoding = snapshot.decodes[chosen.decode.name]
         computing = snapshot.computing(chosen)
+        decode = self.crew.decodes[decoding.record.instance]
         uncached = snapshot.prompt.uncached_tokens(chosen.computing)
         booking = self._fleet.book(
             computing, decoding, uncached, snapshot.prompt.num_tokens, chosen.terms.compute_ms
         )
-        try:
-            if chosen.prefill is None:
-                await self.crew.decodes[decoding.record.instance].compute(arrival)
-                cached_tokens = 0
-            else:
-                computed = await self._prefill(arrival, computing.record.instance)
-                cached_tokens = computed.cached_tokens
+
+        def computed() -> float:
             booking.computed()
             self._sightings.settle(names, computing.record.instance)
-            first_token_at = self._clock.now()
-            if chosen.prefill is not None:
-                await self._ship(arrival, computed, computing.record.instance)
-            await self.crew.decodes[decoding.record.instance].stream(arrival)
+            return self._clock.now()
+
+        try:
+            if chosen.prefill is None:
+                place = await decode.reserve(number, arrival, alone=True)
+                async with _left(decode, place):
+                    cached_tokens = await decode.compute(place)
+                    first_token_at = computed()
+                    await decode.stream(place)
+            else:
+                prefill = self.crew.prefills[computing.record.instance]
+                async with _reserving(decode, number, arrival) as reserving:
+                    done = await prefill.compute(arrival)
+                    cached_tokens, first_token_at = done.cached_tokens, computed()
+                    place = await self._take_over(arrival, prefill, done, decode, reserving)
+                    await decode.stream(place)
         finally:
             booking.close()
         self._fleet.doubts.clear(computing.record.instance)
@@ -263,15 +297,46 @@ class _Simulation:
         )
         return first_token_at, rate
 
-    async def _prefill(self, arrival: Arrival, instance: str) -> Computed:
-        replica = self.crew.prefills[instance]
-        if not replica.alive:
-            raise LifeOver(f"{replica.name} does not answer")
-        return await replica.compute(arrival)
-
-    async def _ship(self, arrival: Arrival, computed: Computed, instance: str) -> None:
-        """What the compute did not hide; prefill holds the blocks until then."""
+    async def _take_over(
+        self,
+        arrival: Arrival,
+        prefill: PrefillReplica,
+        done: Computed,
+        decode: DecodeReplica,
+        reserving: "asyncio.Task[Place]",
+    ) -> Place:
+        """What the compute did not hide of the shipping; prefill holds its blocks until then."""
         speeds = self._options.speeds
-        link_ms = arrival.num_tokens * speeds.token_bytes / speeds.link_bytes_per_ms
-        await self._clock.sleep(max(0.0, link_ms - computed.compute_ms) / 1000)
-        self.crew.prefills[instance].release(computed)
+        try:
+            place = await reserving
+            decode.bind(place)
+            lacking = arrival.num_tokens - place.cached_blocks * self._trace.block_tokens
+            num_bytes = max(0, lacking) * speeds.token_bytes
+            link_ms = num_bytes / speeds.link_bytes_per_ms
+            await self._clock.sleep(max(0.0, link_ms - done.compute_ms) / 1000)
+            decode.adopt(place)
+        finally:
+            prefill.release(done)
+        return place
+
+
+@asynccontextmanager
+async def _reserving(
+    decode: DecodeReplica, number: int, arrival: Arrival
+) -> AsyncIterator["asyncio.Task[Place]"]:
+    """Room on decode, asked for now and given back at the end, whatever became of it."""
+    task = asyncio.create_task(decode.reserve(number, arrival))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, LifeOver):
+            decode.leave(await task, whole=False)
+
+
+@asynccontextmanager
+async def _left(decode: DecodeReplica, place: Place) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        decode.leave(place, whole=False)

@@ -1,9 +1,15 @@
 """How long the simulated workers take. Times in milliseconds."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
+from kvferry.errors import CommandError
 from kvferry.replay.trace import Trace
+
+WARM_UP_TOKENS = 128  # of the prompt by which a worker learns its speed before it serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +25,22 @@ class Speeds:
     token_bytes: int = 131_072
     link_bytes_per_ms: float = 10_000_000.0
 
+    @property
+    def usual_ms_per_token(self) -> float:
+        """What a worker that has served nobody yet announces."""
+        return self.prefill_ms(WARM_UP_TOKENS, 0) / WARM_UP_TOKENS
+
+    def changed(self, **given: float | None) -> "Speeds":
+        """With those that are given. Raises CommandError on what no worker can have."""
+        known = {name: value for name, value in given.items() if value is not None}
+        for name, value in known.items():
+            least = 1e-9 if name == "link_bytes_per_ms" else 0.0
+            if not (math.isfinite(value) and value >= least):
+                raise CommandError(f"{name} = {value}: must be a number of at least {least:g}")
+        if "token_bytes" in known:
+            known["token_bytes"] = int(known["token_bytes"])
+        return replace(self, **known)  # type: ignore[arg-type]
+
     def prefill_ms(self, num_tokens: int, cached_tokens: int) -> float:
         uncached = num_tokens - cached_tokens
         looks = uncached * (cached_tokens + (uncached + 1) / 2)
@@ -32,6 +54,22 @@ class Speeds:
             + self.step_ms_per_sequence * num_sequences
             + self.step_ms_per_token * context_tokens
         )
+
+
+def read_speeds(path: Path) -> Speeds:
+    """From JSON: an object of fields, or one that has it under `speeds`. Raises CommandError."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} holds no speeds: {error}") from None
+    given = found.get("speeds", found) if isinstance(found, Mapping) else None
+    names = [field.name for field in fields(Speeds)]
+    if not isinstance(given, Mapping) or not set(given) <= set(names):
+        raise CommandError(f"{path} holds no speeds: an object of {', '.join(names)} is wanted")
+    wrong = {name: value for name, value in given.items() if not isinstance(value, int | float)}
+    for name, value in wrong.items():
+        raise CommandError(f"{path}: {name} = {value!r} is no number")
+    return Speeds().changed(**given)
 
 
 def zero_hit_ms(trace: Trace, speeds: Speeds) -> float:

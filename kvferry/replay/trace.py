@@ -6,7 +6,8 @@
                                    to be four bytes of UTF-8, in blocks of 16
     *.csv                          Azure: arrivals and lengths only, so no two prompts share a block
 
-Names are chained digests, made by the function that names a worker's blocks.
+Names are chained digests, made by the function that names a worker's blocks. A line of any JSONL
+may say `tenant`, `session_id` and `priority`, too; tenants share no block.
 """
 
 import csv
@@ -17,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from kvcache.block_hash import PUBLIC, BlockHash, Namespace, name_blocks
+from kvcache.block_hash import PUBLIC, BlockHash, Namespace, name_blocks, tenant_key
 from kvferry.errors import CommandError
 
 HASH_ID_TOKENS = 512
@@ -34,6 +35,9 @@ class Arrival:
     num_tokens: int
     output_tokens: int
     names: tuple[BlockHash, ...]
+    tenant: str = ""
+    session: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,30 @@ class Trace:
         """The same requests, `factor` times as far apart."""
         moved = tuple(replace(each, at_s=each.at_s * factor) for each in self.arrivals)
         return replace(self, arrivals=moved)
+
+    def at_rate(self, requests_per_s: float) -> "Trace":
+        """The same requests, so far apart that as many come in the mean; bursts stay bursts."""
+        natural = (len(self.arrivals) - 1) / max(self.duration_s, 1e-9)
+        return self.stretched(natural / requests_per_s)
+
+    def shrunk(self, factor: int) -> "Trace":
+        """Every block, what is left of a prompt after its last one, and every answer hold
+        `factor` times fewer tokens, rounded up; which blocks are equal stays as it was.
+        """
+        size = self.block_tokens // factor
+        if factor < 1 or size * factor != self.block_tokens:
+            raise CommandError(
+                f"--shrink {factor} does not divide the trace's blocks of {self.block_tokens}"
+            )
+
+        def small(each: Arrival) -> Arrival:
+            tail = each.num_tokens - len(each.names) * self.block_tokens
+            num_tokens = len(each.names) * size + -(-tail // factor)
+            return replace(
+                each, num_tokens=num_tokens, output_tokens=-(-each.output_tokens // factor)
+            )
+
+        return replace(self, block_tokens=size, arrivals=tuple(map(small, self.arrivals)))
 
 
 def read_trace(path: Path) -> Trace:
@@ -110,22 +138,36 @@ def _from_hash_ids(line: dict[str, Any]) -> Arrival:
     """Ids stand for blocks and everything before them; the last id is often of a partial block."""
     num_tokens = int(line["input_length"])
     ids = line["hash_ids"][: num_tokens // HASH_ID_TOKENS]
-    return Arrival(line["timestamp"] / 1000, num_tokens, int(line["output_length"]), _names(ids, 1))
+    return _arrival(line, line["timestamp"] / 1000, num_tokens, int(line["output_length"]), ids, 1)
 
 
 def _from_tokens(line: dict[str, Any]) -> Arrival:
     tokens = line["prompt_token_ids"]
-    return Arrival(
-        float(line["t"]), len(tokens), int(line["max_tokens"]), _names(tokens, BLOCK_TOKENS)
+    return _arrival(
+        line, float(line["t"]), len(tokens), int(line["max_tokens"]), tokens, BLOCK_TOKENS
     )
 
 
 def _from_text(line: dict[str, Any]) -> Arrival:
     tokens = _pseudo_tokens(line["input"])
     answer = _pseudo_tokens(line["output"])
-    return Arrival(
-        line["timestamp"] / 1e6, max(1, len(tokens)), len(answer), _names(tokens, BLOCK_TOKENS)
+    return _arrival(
+        line, line["timestamp"] / 1e6, max(1, len(tokens)), len(answer), tokens, BLOCK_TOKENS
     )
+
+
+def _arrival(
+    line: dict[str, Any],
+    at_s: float,
+    num_tokens: int,
+    output_tokens: int,
+    ids: Sequence[int],
+    block_size: int,
+) -> Arrival:
+    tenant = str(line.get("tenant", ""))
+    names = _names(ids, block_size, tenant)
+    session, priority = str(line.get("session_id", "")), int(line.get("priority", 0))
+    return Arrival(at_s, num_tokens, output_tokens, names, tenant, session, priority)
 
 
 def _pseudo_tokens(text: str) -> list[int]:
@@ -149,5 +191,6 @@ def _from_csv(path: Path) -> list[Arrival]:
     return list(_numbered(path, enumerate(rows), read))
 
 
-def _names(ids: Sequence[int], block_size: int) -> tuple[BlockHash, ...]:
-    return tuple(name_blocks(NAMESPACE, PUBLIC, ids, block_size))
+def _names(ids: Sequence[int], block_size: int, tenant: str = "") -> tuple[BlockHash, ...]:
+    key = tenant_key(tenant) if tenant else PUBLIC
+    return tuple(name_blocks(NAMESPACE, key, ids, block_size))
