@@ -29,7 +29,9 @@ from kvferry.flags import (
     record,
 )
 from kvferry.lab import parser as lab_parser
+from kvferry.replay import capacity_parser
 from kvferry.replay import parser as replay_parser
+from kvferry.serve_bench import parser as serve_parser
 from kvferry.transfer_bench import parser as transfer_parser
 
 app = typer.Typer(
@@ -241,10 +243,12 @@ def plan(
 
 
 replay_parser.add_to(app)
+capacity_parser.add_to(app)
 
 bench = typer.Typer(help="Measure this machine, or a running cluster.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 transfer_parser.add_to(bench)
+serve_parser.add_to(bench)
 
 
 @app.command()

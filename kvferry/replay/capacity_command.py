@@ -1,0 +1,127 @@
+"""`kvferry capacity`: goodput by split, and the smallest fleet for a load."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvferry.errors import CommandError
+from kvferry.replay.capacity import Capacity, Found, Split, splits
+from kvferry.replay.command import silence
+from kvferry.replay.report import COLOURS
+
+
+def capacity_command(
+    asked: Capacity,
+    rate: float | None,
+    max_workers: int,
+    out: Path,
+    picture: Path,
+    console: Console,
+) -> list[Found]:
+    """Search, show, and leave the figures in `out`. Raises CommandError."""
+    asked.targets.check()
+    if max_workers < 2:
+        raise CommandError(f"--max-workers {max_workers}: a fleet has at least 2")
+    silence()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def watch(split: Split, at: float, share: float) -> None:
+            bar.update(task, description=f"{split} at {at:.3g} requests/s: {share:.1%} in time")
+
+        searching = replace(asked, watch=watch)
+        if rate is None:
+            sizes = range(2, max_workers + 1)
+            found = [searching.goodput(split) for size in sizes for split in splits(size)]
+            wanted: list[tuple[Split, float]] = []
+        else:
+            wanted = searching.smallest(rate, max_workers)
+            found = [searching.goodput(split) for split, _ in wanted]
+    console.print(table(found, rate))
+    if rate is not None:
+        console.print(verdict(wanted, asked, rate), highlight=False, soft_wrap=True)
+    _write(out, asked, rate, found, wanted)
+    console.print(f"figures: {out}", highlight=False, soft_wrap=True)
+    plot(picture, found, rate, console)
+    return found
+
+
+def table(found: Sequence[Found], rate: float | None) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("workers", "prefill + decode", "goodput, requests/s", "of each worker"):
+        made.add_column(heading, justify="right")
+    made.add_column("in time", justify="right")
+    if rate is not None:
+        made.add_column(f"{rate:g}/s")
+    for each in found:
+        workers = each.split.num_workers
+        cells = [str(workers), str(each.split), f"{each.rate:.3g}", f"{each.rate / workers:.3g}"]
+        cells.append(f"{each.attained:.1%}" if each.rate else "-")
+        if rate is not None:
+            cells.append("enough" if each.rate >= rate else "")
+        made.add_row(*cells)
+    return made
+
+
+def verdict(wanted: Sequence[tuple[Split, float]], asked: Capacity, rate: float) -> str:
+    split, share = max(wanted, key=lambda each: each[1])
+    kept = f"{share:.1%} of the requests in time at {rate:g}/s"
+    if share >= asked.targets.share:
+        return f"the smallest fleet is {split.num_workers} workers, {split}: {kept}"
+    return f"no fleet of up to {split.num_workers} workers is enough; the best is {split}: {kept}"
+
+
+def _write(
+    path: Path,
+    asked: Capacity,
+    rate: float | None,
+    found: Sequence[Found],
+    wanted: Sequence[tuple[Split, float]],
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = asdict(asked.options) | {"policy": asked.options.policy.value}
+    about: dict[str, Any] = {
+        "trace": asked.trace.name,
+        "targets": asdict(asked.targets),
+        "options": options,
+        "rate": rate,
+        "at_rate": [{**asdict(split), "in_time": share} for split, share in wanted],
+        "goodput": [asdict(each) for each in found],
+    }
+    path.write_text(json.dumps(about, indent=2) + "\n")
+
+
+def plot(path: Path, found: Sequence[Found], rate: float | None, console: Console) -> None:
+    """Goodput over the number of prefill workers, a line for each size of fleet."""
+    try:
+        import matplotlib
+    except ImportError:
+        console.print("no plot: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for number, workers in enumerate(sorted({each.split.num_workers for each in found})):
+        mine = [each for each in found if each.split.num_workers == workers]
+        places = [each.split.num_prefill for each in mine]
+        colour = COLOURS[number % len(COLOURS)]
+        axes.plot(places, [each.rate for each in mine], "o-", label=f"{workers}", color=colour)
+    if rate is not None:
+        axes.axhline(rate, color="#718096", linestyle="--")
+    axes.set_xlabel("prefill workers; the others decode")
+    axes.set_ylabel("goodput, requests/s")
+    axes.legend(title="workers")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    console.print(f"plot: {path}", highlight=False, soft_wrap=True)
