@@ -8,7 +8,7 @@ account   the router's own count of the same prompts, then tables, plot and JSON
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.clock import Clock, MonotonicClock
-from kvferry.errors import CommandError, NoCluster
+from kvferry.errors import CommandError
 from kvferry.replay.report import plot
 from kvferry.replay.trace import Trace
 from kvferry.serve_bench.counted import Counted
 from kvferry.serve_bench.doors import Door
 from kvferry.serve_bench.load import OK, STOPPED, Load, Reply
+from kvferry.serve_bench.measured import measured_speeds, read_records
 from kvferry.serve_bench.report import show, write
 from kvferry.serve_bench.results import Results
 from kvferry.serve_bench.workload import Workload
 from kvferry.up import cancelled_by_signals
-
-GONE = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +64,12 @@ async def serve(
 
 
 async def _warm_up(plan: Plan, door: Door, clock: Clock) -> None:
-    """Raises NoCluster when nobody answers any of it."""
+    """Raises CommandError when none of it is served."""
     load = Load(door, clock, plan.timeout_s)
     await load.run(plan.workload.warm_up(plan.warm_up))
-    if load.replies and all(reply.code in GONE for reply in load.replies):
+    if load.replies and all(reply.code != OK for reply in load.replies):
         first = load.replies[0]
-        raise NoCluster(f"no request of the warm-up was answered: {first.code}: {first.message}")
+        raise CommandError(f"no request of the warm-up was served: {first.code}: {first.message}")
 
 
 @contextmanager
@@ -91,17 +90,30 @@ def serve_command(
     plan: Plan,
     open_door: Callable[[], Door],
     http_url: str,
+    index: tuple[str, str] | None,
     out: Path,
     picture: Path,
     about: dict[str, Any],
     console: Console,
 ) -> bool:
-    """Run, show, leave the figures in `out`; whether all was sent. Raises CommandError."""
-    results = asyncio.run(serve(plan, open_door, http_url, MonotonicClock(), console))
+    """Run, show, leave the figures in `out`; whether all was sent. Raises CommandError.
+
+    `index` is a Redis and the prefix of its keys, where workers say how fast they are.
+    """
+    clock = MonotonicClock()
+
+    async def run() -> tuple[Results, dict[str, Any]]:
+        results = await serve(plan, open_door, http_url, clock, console)
+        if index is None:
+            return results, {}
+        records = await read_records(*index, clock)
+        return results, {"speeds": asdict(measured_speeds(records, results))}
+
+    results, speeds = asyncio.run(run())
     show(results, console)
     trace = plan.workload.trace
     known = {"trace": trace.name, "block_tokens": trace.block_tokens, "seed": plan.workload.seed}
-    write(out, results, {**known, **about})
+    write(out, results, {**known, **about, **speeds})
     console.print(f"figures: {out}", highlight=False, soft_wrap=True)
     if results.served:
         plot(picture, [results.figures("live")], console)

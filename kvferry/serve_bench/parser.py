@@ -61,8 +61,9 @@ def serve(
     http_url = http or (known.http_url if known else "")
     read = paced(read_trace(trace).first(first).shrunk(shrink), rate, speed_up)
     plan = Plan(Workload(read, vocabulary, seed), warm_up, timeout)
+    index = (known.redis_url, known.key_prefix) if known else None
     about = {"door": door, "vocabulary": vocabulary, "rate": rate, "speed_up": speed_up}
     opened = partial(open_door, door, grpc_address, http_url, model, Keys(keys))
     picture = picture or out.with_suffix(".png")
-    if not serve_command(plan, opened, http_url, out, picture, about, made_console()):
+    if not serve_command(plan, opened, http_url, index, out, picture, about, made_console()):
         raise typer.Exit(130)

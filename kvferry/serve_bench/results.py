@@ -51,16 +51,14 @@ class Results:
     def computed_tokens(self) -> dict[str, int]:
         """Prompt tokens, by who computed them; empty where the door does not tell."""
         computed: Counter[str] = Counter()
-        for reply in self.served:
-            if reply.usage is not None and reply.usage.journey is not None:
-                journey = reply.usage.journey
-                computed[journey.prefill or journey.decode] += journey.computed_tokens
+        for journey in self.journeys():
+            computed[journey.prefill or journey.decode] += journey.computed_tokens
         return dict(sorted(computed.items()))
 
     def requests(self) -> dict[str, int]:
         """By who computed the prompt."""
-        found = (reply.usage.journey for reply in self.served if reply.usage)
-        return dict(sorted(Counter(each.prefill or each.decode for each in found if each).items()))
+        computed = Counter(each.prefill or each.decode for each in self.journeys())
+        return dict(sorted(computed.items()))
 
     def figures(self, name: str) -> Figures:
         return Figures(
@@ -72,6 +70,10 @@ class Results:
             work_unit="prompt tokens computed",
             failed=self.failed,
         )
+
+    def journeys(self) -> list[Any]:
+        known = (reply.usage.journey for reply in self.served if reply.usage)
+        return [journey for journey in known if journey is not None]
 
     def tenants(self) -> dict[str, "Results"]:
         names = sorted({reply.tenant for reply in self.replies})
@@ -101,8 +103,8 @@ class Results:
             "lost": lost if self.split_is_known else None,
             "computed_tokens": self.computed_tokens(),
             "requests": self.requests(),
-            "shipped_bytes": sum(journey.shipped_bytes for journey in self._journeys()),
-            "retried": sum(journey.attempts > 1 for journey in self._journeys()),
+            "shipped_bytes": sum(journey.shipped_bytes for journey in self.journeys()),
+            "retried": sum(journey.attempts > 1 for journey in self.journeys()),
         }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -110,10 +112,6 @@ class Results:
 
     def _per_s(self, count: int) -> float:
         return count / self.duration_s if self.duration_s else 0.0
-
-    def _journeys(self) -> list[Any]:
-        known = (reply.usage.journey for reply in self.served if reply.usage)
-        return [journey for journey in known if journey is not None]
 
 
 def _row(reply: Reply) -> dict[str, Any]:

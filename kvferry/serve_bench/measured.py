@@ -1,0 +1,51 @@
+"""How fast the workers of a live cluster are, as they say themselves, in the terms of a replay."""
+
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from engine.clock import Clock
+from kvferry.errors import CommandError
+from kvferry.replay.speeds import Speeds
+from kvferry.serve_bench.results import Results
+from prefix_index.index import Role, WorkerRecord
+from prefix_index.redis_index import RedisIndex
+from router.snapshot import BYTES_PER_VALUE, PLANES
+
+
+async def read_records(redis_url: str, key_prefix: str, clock: Clock) -> list[WorkerRecord]:
+    """The workers that hold a lease. Raises CommandError."""
+    index = RedisIndex(redis_url, clock, prefix=f"{key_prefix}:")
+    try:
+        return list(await index.workers())
+    except Exception as error:
+        raise CommandError(f"the index does not answer: {error}") from error
+    finally:
+        await index.close()
+
+
+def measured_speeds(records: Sequence[WorkerRecord], results: Results) -> Speeds:
+    """What was not measured keeps its default. Raises CommandError where there is no worker."""
+    if not records:
+        raise CommandError("the index knows no worker")
+    prefill = [each.load for each in records if each.role is Role.PREFILL]
+    decode = [each.load for each in records if each.role is Role.DECODE]
+    manifest = records[0].manifest
+    token_bytes = manifest.num_layers * manifest.num_kv_heads * manifest.head_dim * PLANES
+    links = [
+        journey.shipped_bytes / journey.transfer_ms
+        for journey in results.journeys()
+        if journey.transfer_ms > 0 and journey.shipped_bytes > 0
+    ]
+    return Speeds().changed(
+        prefill_ms_per_token=_mean([load.prefill_ms_per_token for load in prefill]),
+        step_base_ms=_mean([load.decode_step_ms for load in decode]),
+        step_ms_per_sequence=0.0,
+        step_ms_per_token=0.0,
+        token_bytes=token_bytes * BYTES_PER_VALUE.get(manifest.dtype, 4),
+        link_bytes_per_ms=median(links) if links else None,
+    )
+
+
+def _mean(measured: Sequence[float]) -> float | None:
+    known = [value for value in measured if value > 0]
+    return fmean(known) if known else None
