@@ -10,41 +10,16 @@ have no time to grow: `Found.num_requests` says how long it was.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from kvferry.errors import CommandError
 from kvferry.replay.options import Options
-from kvferry.replay.outcome import Outcome
 from kvferry.replay.simulation import replay
 from kvferry.replay.speeds import zero_hit_ms
+from kvferry.replay.targets import Targets
 from kvferry.replay.trace import Trace
 
 MAX_DOUBLINGS = 8
 MAX_HALVINGS = 8
 
 Watch = Callable[["Split", float, float], None]  # after each replay: the rate and what was attained
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Milliseconds to the first token and for each further one, kept by a share of the requests."""
-
-    ttft_ms: float
-    tpot_ms: float
-    share: float = 0.99
-
-    def check(self) -> None:
-        """Raise CommandError on what nobody could keep."""
-        for name, value in (("--ttft", self.ttft_ms), ("--per-token", self.tpot_ms)):
-            if not value > 0:
-                raise CommandError(f"{name} {value / 1000:g}: must be above 0 seconds")
-        if not 0 < self.share <= 1:
-            raise CommandError(f"--share {self.share:g}: must be above 0 and at most 1")
-
-    def attained(self, outcome: Outcome) -> float:
-        """The share that kept both; who was not served kept none."""
-        kept = sum(
-            each.ttft_ms <= self.ttft_ms and each.tpot_ms <= self.tpot_ms for each in outcome.served
-        )
-        return kept / (len(outcome.served) + len(outcome.failed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +72,8 @@ class Capacity:
             num_decodes=split.num_decode,
             load=None,
         )
-        share = self.targets.attained(replay(self.trace.at_rate(rate), options))
+        outcome = replay(self.trace.at_rate(rate), options)
+        share = self.targets.attained(outcome.served, len(self.trace.arrivals))
         self.watch(split, rate, share)
         return share
 

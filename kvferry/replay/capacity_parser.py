@@ -61,10 +61,11 @@ def capacity(
     ] = None,
 ) -> None:
     """Find how many prefill and decode workers a trace needs to be served in time."""
-    from kvferry.replay.capacity import Capacity, Targets
+    from kvferry.replay.capacity import Capacity
     from kvferry.replay.capacity_command import capacity_command
     from kvferry.replay.options import Options
     from kvferry.replay.rivals import policy_of
+    from kvferry.replay.targets import Targets
     from kvferry.replay.trace import read_trace
 
     options = Options(

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from engine.clock import Clock, MonotonicClock
 from kvferry.errors import CommandError
 from kvferry.replay.report import plot
+from kvferry.replay.targets import Targets
 from kvferry.replay.trace import Trace
 from kvferry.serve_bench.counted import Counted
 from kvferry.serve_bench.doors import Door
@@ -34,6 +35,7 @@ class Plan:
     workload: Workload
     warm_up: int
     timeout_s: float
+    targets: Targets | None = None
 
 
 def paced(trace: Trace, rate: float | None, speed_up: float) -> Trace:
@@ -60,7 +62,7 @@ async def serve(
         split = await counted.since(served)
     finally:
         await door.close()
-    return Results(load.replies, len(plan.workload), duration_s, split)
+    return Results(load.replies, len(plan.workload), duration_s, split, plan.targets)
 
 
 async def _warm_up(plan: Plan, door: Door, clock: Clock) -> None:

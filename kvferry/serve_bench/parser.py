@@ -40,6 +40,12 @@ def serve(
     ] = 256,
     seed: Annotated[int, typer.Option(help="Another one makes other prompts.")] = 0,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before the run.")] = 8,
+    ttft: Annotated[
+        float | None, typer.Option(help="Seconds to the first token that are in time.")
+    ] = None,
+    per_token: Annotated[
+        float | None, typer.Option(help="Seconds for each further token that are in time.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.01, help="Seconds for a request.")] = 600.0,
     out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path(
         "bench/out/serve.json"
@@ -50,6 +56,7 @@ def serve(
     state_dir: StateDir = None,
 ) -> None:
     """Send a trace to a running cluster, each request when it is due, and account for all."""
+    from kvferry.replay.targets import Targets
     from kvferry.replay.trace import read_trace
     from kvferry.serve_bench.command import Plan, paced, serve_command
     from kvferry.serve_bench.doors import Keys, open_door, parse_keys
@@ -60,7 +67,8 @@ def serve(
     grpc_address = grpc or (known.grpc_address if known else "")
     http_url = http or (known.http_url if known else "")
     read = paced(read_trace(trace).first(first).shrunk(shrink), rate, speed_up)
-    plan = Plan(Workload(read, vocabulary, seed), warm_up, timeout)
+    targets = Targets.of(ttft, per_token)
+    plan = Plan(Workload(read, vocabulary, seed), warm_up, timeout, targets)
     index = (known.redis_url, known.key_prefix) if known else None
     about = {"door": door, "vocabulary": vocabulary, "rate": rate, "speed_up": speed_up}
     opened = partial(open_door, door, grpc_address, http_url, model, Keys(keys))

@@ -66,6 +66,12 @@ def remarks(results: Results) -> list[str]:
         f" tokens were computed by nobody; {found['shipped_bytes'] / 1e6:.1f} MB shipped,"
         f" {found['retried']} retried"
     ]
+    if results.targets is not None and results.in_time is not None:
+        lines.append(
+            f"{results.in_time:.1%} of the requests sent were in time:"
+            f" {results.targets.ttft_ms / 1000:g} s to the first token,"
+            f" {results.targets.tpot_ms / 1000:g} s for each further one"
+        )
     for code, count in sorted(results.failed.items()):
         why = next(each.message for each in results.replies if each.code == code)
         lines.append(f"failed: {count} with {code}" + (f", such as: {why[:200]}" if why else ""))

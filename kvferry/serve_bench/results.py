@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.replay.figures import Figures, spread_of
+from kvferry.replay.targets import Targets
 from kvferry.serve_bench.load import OK, Reply
 from router.hit_rate import KINDS, HitRate
 
@@ -18,6 +19,14 @@ class Results:
     num_planned: int
     duration_s: float
     split: HitRate | None
+    targets: Targets | None = None
+
+    @property
+    def in_time(self) -> float | None:
+        """The share of the requests sent that kept the targets, if there are any."""
+        if self.targets is None:
+            return None
+        return self.targets.attained(self.served, len(self.replies))
 
     @property
     def served(self) -> list[Reply]:
@@ -79,7 +88,7 @@ class Results:
         names = sorted({reply.tenant for reply in self.replies})
         mine = {name: [each for each in self.replies if each.tenant == name] for name in names}
         return {
-            name: Results(replies, len(replies), self.duration_s, None)
+            name: Results(replies, len(replies), self.duration_s, None, self.targets)
             for name, replies in mine.items()
         }
 
@@ -98,6 +107,7 @@ class Results:
             "ttft_ms": spread_of([reply.ttft_ms for reply in served]),
             "tpot_ms": spread_of([reply.tpot_ms for reply in served if reply.num_tokens > 1]),
             "worst_pause_ms": spread_of([reply.worst_pause_ms for reply in served]),
+            "in_time": self.in_time,
             "hit_rate": rate.rate(rate.delivered),
             "tokens": dict(zip(KINDS, rate.chain(), strict=True)) if self.split_is_known else None,
             "lost": lost if self.split_is_known else None,

@@ -25,6 +25,7 @@ from kvferry.serve_bench.doors import HttpDoor, Keys
 from kvferry.serve_bench.side_by_side import compared
 from kvferry.serve_bench.workload import Workload
 from kvferry.settings import Settings, load
+from kvferry.stats import hit_rate_of, read_metrics
 from tests.kvferry.replay.traces import write_conversations
 from tests.system.live_cluster import free_port
 
@@ -61,6 +62,12 @@ def conversations(folder: Path, sessions: int) -> Trace:
     return read_trace(path).shrunk(32).at_rate(30.0)
 
 
+async def prompt_tokens(cluster: Cluster) -> int:
+    """That the router has counted so far."""
+    text = await asyncio.to_thread(read_metrics, cluster.record.http_url)
+    return hit_rate_of(text).prompt
+
+
 async def test_a_live_cluster_reuses_what_a_replay_predicts(
     cluster: Cluster, settings: Settings, tmp_path: Path
 ) -> None:
@@ -93,13 +100,16 @@ async def test_ctrl_c_ends_a_run_with_an_account_of_what_there_was(
     cluster: Cluster, settings: Settings, tmp_path: Path
 ) -> None:
     conversations(tmp_path, sessions=24)
+    before = await prompt_tokens(cluster)
     command = [sys.executable, "-m", "kvferry", "bench", "serve", str(tmp_path / "t.jsonl")]
     command += ["--shrink", "32", "--rate", "5", "--warm-up", "1", "--seed", "9"]
     command += ["--state-dir", str(settings.state_dir), "--out", str(tmp_path / "serve.json")]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    await asyncio.sleep(4.0)
+    async with asyncio.timeout(20):
+        while await prompt_tokens(cluster) < before + 1000:
+            await asyncio.sleep(0.1)
     process.send_signal(signal.SIGINT)
     said, _ = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 130 and b"stopped after" in said, said.decode()

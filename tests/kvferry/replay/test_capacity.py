@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 
 from kvferry.errors import CommandError
-from kvferry.replay.capacity import Capacity, Split, Targets, splits
+from kvferry.replay.capacity import Capacity, Split, splits
 from kvferry.replay.capacity_command import capacity_command
 from kvferry.replay.options import Options
 from kvferry.replay.rivals import Policy
 from kvferry.replay.speeds import Speeds
+from kvferry.replay.targets import Targets
 from kvferry.replay.trace import Trace, read_trace
 
 # A prompt of 1,000 tokens takes 100 ms; a step takes 10 ms, and 10 ms more for each sequence.

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
+from kvferry.replay.targets import Targets
 from kvferry.replay.virtual_time import VirtualClock, run_virtual
 from kvferry.serve_bench.doors import Piece, Refused, Usage
 from kvferry.serve_bench.load import Load
@@ -91,7 +92,8 @@ def test_times_per_token_are_those_after_the_first() -> None:
 def test_failures_are_counted_by_their_code_and_leave_the_times_alone() -> None:
     door = OneAtATime(0.1, {1: "RESOURCE_EXHAUSTED", 3: "UNAVAILABLE", 4: "UNAVAILABLE"})
     load = run(door, asks(6, every_s=1.0))
-    results = Results(load.replies, 6, 6.0, None)
+    results = Results(load.replies, 6, 6.0, None, Targets(100.5, 1.0))
+    assert results.in_time == 0.5
     assert results.failed == {"RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 2}
     assert [round(each) for each in results.figures("live").ttft_ms] == [100, 100, 100]
     assert (results.prompt_tokens, results.cached_tokens) == (30, 12)
