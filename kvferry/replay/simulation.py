@@ -227,7 +227,8 @@ class _Simulation:
 
     def _salted(self, key: bytes) -> bytes:
         """What ties go by: prompts of another seed are other prompts."""
-        return blake2b(key, digest_size=16, salt=self._options.seed.to_bytes(8, "little")).digest()
+        seed = str(self._options.seed).encode()[:64]
+        return blake2b(key, digest_size=16, key=seed).digest()
 
     def _observe(
         self,

@@ -52,21 +52,21 @@ class Workload:
     def prompt(self, number: int, arrival: Arrival) -> list[int]:
         size = self.trace.block_tokens
         names = arrival.names
-        tokens = [token for name in names for token in self._drawn(b"block", name, size)]
+        tokens = [token for name in names for token in self._drawn("block", name, size)]
         tail = arrival.num_tokens - len(tokens)
-        return tokens + self._drawn(b"tail", number.to_bytes(8, "little"), tail)
+        return tokens + self._drawn("tail", number.to_bytes(8, "little"), tail)
 
     def warm_up(self, count: int) -> list[Ask]:
         """Prompts of the trace's usual length that share nothing with it or with one another."""
         lengths = sorted(each.num_tokens for each in self.trace.arrivals)
         usual = lengths[len(lengths) // 2]
         return [
-            Ask(-1 - at, 0.0, self._drawn(b"warm-up", at.to_bytes(8, "little"), usual), 8, "", 0)
+            Ask(-1 - at, 0.0, self._drawn("warm-up", at.to_bytes(8, "little"), usual), 8, "", 0)
             for at in range(count)
         ]
 
-    def _drawn(self, what: bytes, name: bytes, count: int) -> list[int]:
-        seed = self.seed.to_bytes(8, "little", signed=True)
-        words = shake_128(seed + what + name).digest(WORD_BYTES * count)
+    def _drawn(self, what: str, name: bytes, count: int) -> list[int]:
+        seed = f"{self.seed} {what} ".encode()
+        words = shake_128(seed + name).digest(WORD_BYTES * count)
         drawn: list[int] = (np.frombuffer(words, "<u4") % self.vocabulary).tolist()
         return drawn
