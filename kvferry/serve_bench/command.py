@@ -17,13 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from engine.clock import Clock, MonotonicClock
 from kvferry.errors import CommandError
+from kvferry.ps import registered
 from kvferry.replay.report import plot
 from kvferry.replay.targets import Targets
 from kvferry.replay.trace import Trace
 from kvferry.serve_bench.counted import Counted
 from kvferry.serve_bench.doors import Door
 from kvferry.serve_bench.load import OK, STOPPED, Load, Reply
-from kvferry.serve_bench.measured import measured_speeds, read_records
+from kvferry.serve_bench.measured import measured_speeds
 from kvferry.serve_bench.report import show, write
 from kvferry.serve_bench.results import Results
 from kvferry.serve_bench.workload import Workload
@@ -108,7 +109,7 @@ def serve_command(
         results = await serve(plan, open_door, http_url, clock, console)
         if index is None:
             return results, {}
-        records = await read_records(*index, clock)
+        records = await registered(*index)
         return results, {"speeds": asdict(measured_speeds(records, results))}
 
     results, speeds = asyncio.run(run())

@@ -9,27 +9,14 @@ from statistics import fmean, median
 
 import numpy as np
 
-from engine.clock import Clock
 from kvferry.errors import CommandError
 from kvferry.replay.speeds import Speeds
 from kvferry.serve_bench.results import Results
 from prefix_index.index import Role, WorkerRecord
-from prefix_index.redis_index import RedisIndex
 from router.snapshot import BYTES_PER_VALUE, PLANES
 
 LEAST_PROMPTS = 20
 UNDISTURBED = 0.75
-
-
-async def read_records(redis_url: str, key_prefix: str, clock: Clock) -> list[WorkerRecord]:
-    """The workers that hold a lease. Raises CommandError."""
-    index = RedisIndex(redis_url, clock, prefix=f"{key_prefix}:")
-    try:
-        return list(await index.workers())
-    except Exception as error:
-        raise CommandError(f"the index does not answer: {error}") from error
-    finally:
-        await index.close()
 
 
 def measured_speeds(records: Sequence[WorkerRecord], results: Results) -> Speeds:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from engine.clock import Clock
 from kvferry.cluster import Cluster
+from kvferry.ps import registered
 from kvferry.replay.figures import Figures
 from kvferry.replay.options import Options
 from kvferry.replay.outcome import Outcome
@@ -26,7 +27,7 @@ from kvferry.replay.simulation import replay
 from kvferry.replay.trace import Trace
 from kvferry.serve_bench.command import Plan, serve
 from kvferry.serve_bench.doors import GrpcDoor, Keys
-from kvferry.serve_bench.measured import measured_speeds, read_records
+from kvferry.serve_bench.measured import measured_speeds
 from kvferry.serve_bench.results import Results
 from kvferry.serve_bench.workload import Workload
 from kvferry.settings import Settings
@@ -60,12 +61,12 @@ async def compared(
     """Raises CommandError."""
     record = cluster.record
     index = (record.redis_url, record.key_prefix)
-    await _empty_caches(await read_records(*index, clock))
+    await _empty_caches(await registered(*index))
     await clock.sleep(NEWS_S)
     plan = Plan(Workload(trace, VOCABULARY, seed), warm_up=0, timeout_s=60.0)
     door = partial(GrpcDoor, record.grpc_address, Keys({"": record.api_key}))
     live = await serve(plan, door, record.http_url, clock, console)
-    speeds = measured_speeds(await read_records(*index, clock), live)
+    speeds = measured_speeds(await registered(*index), live)
     prefill, decode = settings.prefill, settings.decode
     options = Options(
         policy=Policy.OURS,
