@@ -1,7 +1,11 @@
 """From an opened checkpoint to a model that computes: the step that needs torch."""
 
+from functools import partial
+
 import torch
 
+from kernels import host_decoder
+from kernels.launch import launches
 from kvcache.head_map import HeadMap
 from kvcache.spec import CacheSpec
 from model.checksum import ChecksumModel
@@ -9,7 +13,9 @@ from model.comm import Comm
 from model.config import ChecksumConfig, DecoderConfig
 from model.decode_graphs import DecodeGraphs
 from model.decoder import Decoder
+from model.host_decoder import CpuDecoder, fits
 from model.model import Model
+from model.panel_linear import PanelLinear
 from model.shard import Shard
 from model.tensor_names import TensorSet
 from model.weights import DTYPES, read_weights
@@ -28,7 +34,21 @@ def load(
         return ChecksumModel(config, head_map, comm, spec.block_size, device)
     assert tensors is not None
     shard = Shard.of(config, head_map, comm.rank)
-    weights = read_weights(config, tensors, shard, device, DTYPES[spec.dtype])
+    dtype = DTYPES[spec.dtype]
+    kernel = host_decoder.load() if _suits_cpu(device, dtype) else None
+    if kernel is not None:
+        team = kernel.team(torch.get_num_threads())
+        make_dense = partial(PanelLinear, kernel, team)
+        weights = read_weights(config, tensors, shard, device, dtype, make_dense)
+        if fits(config, weights):
+            return CpuDecoder(config, head_map, comm, weights, spec, team)
+    else:
+        weights = read_weights(config, tensors, shard, device, dtype)
     decoder = Decoder(config, head_map, comm, weights, spec)
     on_one_device = torch.device(device).type == "cuda" and comm.size == 1
     return DecodeGraphs(decoder) if on_one_device else decoder
+
+
+def _suits_cpu(device: torch.device | str, dtype: torch.dtype) -> bool:
+    on_cpu = torch.device(device).type == "cpu" and not launches(torch.empty(0))
+    return on_cpu and dtype == torch.float32

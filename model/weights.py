@@ -7,7 +7,7 @@ one, the quantisation blocks that hold them. q, k and v, and gate and up, become
     intermediate size, Q = H + 2K; a matrix has its outputs first
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,15 @@ SAFETENSORS_TYPES = {
     "BF16": torch.bfloat16,
 }
 CHUNK_VALUES = 1 << 24  # dequantised at a time: 64 MiB of fp32
+
+
+MakeDense = Callable[
+    [Tensor, Tensor | None, bool], Linear
+]  # matrix, bias, whether it is two of one width
+
+
+def dense_by_torch(weight_OI: Tensor, bias_O: Tensor | None, paired: bool) -> Linear:
+    return DenseLinear(weight_OI, bias_O)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +71,10 @@ def read_weights(
     shard: Shard,
     device: torch.device | str,
     dtype: torch.dtype,
+    make_dense: MakeDense = dense_by_torch,
 ) -> DecoderWeights:
     """Read what `shard` holds. Raises BadModelFile if a file has shrunk since it was opened."""
-    reader = _Reader(config, tensors, shard, device, dtype)
+    reader = _Reader(config, tensors, shard, device, dtype, make_dense)
     embedding = lm_head = reader.column_parallel(["embedding"], None, [shard.vocabulary])
     if not config.tied_embeddings:
         lm_head = reader.column_parallel(["lm_head"], None, [shard.vocabulary])
@@ -89,12 +99,14 @@ class _Reader:
         shard: Shard,
         device: torch.device | str,
         dtype: torch.dtype,
+        make_dense: MakeDense,
     ) -> None:
         self._config = config
         self._tensors = tensors
         self._shard = shard
         self._device = device
         self._dtype = dtype
+        self._make_dense = make_dense
         self._bytes = TensorBytes()
         self._interleaved = tensors.from_gguf and config.architecture == "llama"
 
@@ -118,7 +130,7 @@ class _Reader:
     ) -> Linear:
         """The given rows of each matrix as one, with the biases of the same rows."""
         bias_O = self._rows([f"{role}_bias" for role in roles], layer, rows) if biased else None
-        return DenseLinear(self._rows(roles, layer, rows), bias_O)
+        return self._make_dense(self._rows(roles, layer, rows), bias_O, roles == ["gate", "up"])
 
     def norm(self, role: str, layer: int | None) -> RmsNorm:
         return RmsNorm(self.whole(role, layer), self._config.rms_norm_eps)
@@ -164,7 +176,7 @@ class _Reader:
         stored = self._tensors.of(role, layer)
         out = self._empty(stored.shape[0], len(cols))
         self.fill(out, stored, cols=cols)
-        return DenseLinear(out)
+        return self._make_dense(out, None, False)
 
     def _qk_norm(self, layer: int) -> RmsNorm:
         width = self._config.head_dim

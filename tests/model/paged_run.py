@@ -24,8 +24,8 @@ class PagedRun:
     ) -> None:
         comms: Sequence[Comm] = ThreadComm.group(head_map.tp) if head_map.tp > 1 else [SingleComm()]
         self._comms = comms
-        self._models = [make(head_map, comm) for comm in comms]
-        spec = self._models[0].spec
+        self.models = [make(head_map, comm) for comm in comms]
+        spec = self.models[0].spec
         self.block_size = spec.block_size
         self.stores = [KvStore(spec, heads, num_blocks) for heads in head_map.kv]
         for store in self.stores:
@@ -39,13 +39,13 @@ class PagedRun:
     def step(self, work: dict[str, Sequence[int]], rows: Sequence[int] | None = None) -> Tensor:
         """Append each sequence's new tokens in one batch; logits of each last row, or of `rows`."""
         batch = self._batch(work, rows)
-        results: list[Tensor | None] = [None] * len(self._models)
+        results: list[Tensor | None] = [None] * len(self.models)
         errors: list[BaseException] = []
 
         def run(rank: int) -> None:
             on_layer = self.layers_seen.append if rank == 0 else lambda layer: None
             try:
-                results[rank] = self._models[rank].forward(batch, self.stores[rank], on_layer)
+                results[rank] = self.models[rank].forward(batch, self.stores[rank], on_layer)
             except BaseException as error:
                 errors.append(error)
                 self._abort(rank)

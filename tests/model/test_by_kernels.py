@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import host_decoder
 from model.decode_graphs import Compute
 from tests.model import by_kernels
 from tests.model.tiny_checkpoints import save_tiny
@@ -67,6 +68,7 @@ class NoDevice:
 def test_where_nothing_can_be_recorded_steps_are_computed_one_by_one(
     folders: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host_decoder, "load", lambda: None)  # graphs are of the decoder in torch
     want = by_kernels.logits_of_a_run(folders[0])
     no_device = NoDevice()
     monkeypatch.setattr(by_kernels, "computed_again", no_device)

@@ -7,8 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kernels import host_decoder
 from kvcache.head_map import HeadMap
 from model.comm import Comm
+from model.decoder import Decoder
+from model.host_decoder import CpuDecoder
 from model.model import Model
 from model.source import ModelSource, open_model
 from tests.model.paged_run import PagedRun
@@ -72,6 +75,43 @@ def test_every_tensor_parallel_size_gives_the_logits_of_one(
         return
     logits = run(tiny.source, tp).prefill("a", TOKENS, chunk=40)
     torch.testing.assert_close(logits, tiny.expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_compiler_torch_computes_the_same(
+    tinies: dict[str, Tiny], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tinies[case]
+    by_kernels = run(tiny.source, tp=2)
+    assert {type(model) for model in by_kernels.models} == {CpuDecoder}
+    logits = by_kernels.prefill("a", TOKENS, chunk=40)
+    monkeypatch.setattr(host_decoder, "load", lambda: None)
+    by_torch = run(tiny.source, tp=2)
+    assert {type(model) for model in by_torch.models} == {Decoder}
+    torch.testing.assert_close(by_torch.prefill("a", TOKENS, chunk=40), logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_paging_changes_no_bit(tinies: dict[str, Tiny], tp: int) -> None:
+    """Neither the size of blocks nor where they lie: blocks are dealt in random order."""
+    source = tinies["smollm2 geometry"].source
+    first: torch.Tensor | None = None
+    for block_size in (8, 16, 32, 64, 128):
+        paged = run(source, tp, block_size)
+        found = torch.cat([paged.prefill("a", TOKENS[:50]), paged.prefill("a", TOKENS[50:], 1)])
+        assert first is None or torch.equal(found, first), f"blocks of {block_size}"
+        first = found
+
+
+@pytest.mark.parametrize("case", ["smollm2 geometry", "qwen3 biased tied"])
+def test_a_batch_and_a_chunk_change_no_bit(tinies: dict[str, Tiny], case: str) -> None:
+    paged = run(tinies[case].source)
+    whole = paged.step({"a": TOKENS[:60]})
+    paged.step({"b": TOKENS[:33]}, rows=[])
+    assert torch.equal(paged.step({"b": TOKENS[33:60]}), whole)
+    alone = paged.step({"a": TOKENS[60:61]})
+    together = paged.step({"b": TOKENS[60:61], "c": TOKENS[:20], "d": TOKENS[:60]})
+    assert torch.equal(together[:1], alone) and torch.equal(together[2:], whole)
 
 
 def test_prompts_and_decode_steps_share_a_batch(tinies: dict[str, Tiny]) -> None:
