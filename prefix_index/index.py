@@ -192,6 +192,12 @@ class Survey:
     cursor: Cursor
     num_garbage: int = 0
 
+    def joined(self, other: "Survey") -> "Survey":
+        """Of other workers, taken a moment later: whatever came between is after `cursor`."""
+        members = {**self.members, **other.members}
+        expired = self.expired | other.expired
+        return Survey(members, expired, self.cursor, self.num_garbage + other.num_garbage)
+
 
 @dataclass(frozen=True, slots=True)
 class Holdings:

@@ -100,6 +100,8 @@ class Mirror:
         self.counts = MirrorCounts()
         self._table = open_table() if table is None else table
         self._views: dict[str, _View] = {}
+        self.version = 0  # of what `workers` answers
+        self.num_behind = 0  # workers of which the last survey had news that were not here
         self._cursor: Cursor | None = None
         self._survey_due = -math.inf
         self._heard_at = -math.inf
@@ -174,18 +176,19 @@ class Mirror:
         self.counts.garbage += survey.num_garbage
         if self._cursor is None or survey.cursor < self._cursor:
             self._cursor = survey.cursor  # at the start, and after the stream has begun anew
+        self.num_behind = 0
         for name, member in survey.members.items():
             view = self._views.get(name)
             if view is None or view.record.epoch != member.record.epoch:
                 view = self._begin(member.record)
                 await self._reload(view)
-            view.record = member.record
-            view.missing_since = math.inf
+            self._know(view, member.record)
             await self._compare_entries(view, member.residency)
         for name in self._views.keys() - survey.members.keys():
             self._miss(self._views[name], expired=name in survey.expired)
 
     async def _compare_entries(self, view: _View, theirs: Residency) -> None:
+        self.num_behind += view.sequence < theirs.sequence
         if self._is_behind_or_astray(view, theirs):
             await self._reload(view)
         is_exact = view.exact_at == view.sequence == theirs.sequence
@@ -232,8 +235,7 @@ class Mirror:
             return
         if view is None or view.record.epoch < record.epoch:
             view = self._begin(record)
-        view.record = record
-        view.missing_since = math.inf
+        self._know(view, record)
         if residency.sequence == view.sequence:
             return
         if residency.num_blocks == 0:
@@ -283,6 +285,12 @@ class Mirror:
         view.fingerprint, view.exact_at = UNPROVEN, view.sequence
         await self._index.doubt(view.record.name, view.record.epoch)
 
+    def _know(self, view: _View, record: WorkerRecord) -> None:
+        if view.record is not record:
+            view.record = record
+            self.version += 1
+        view.missing_since = math.inf
+
     def _begin(self, record: WorkerRecord) -> _View:
         """See a life for the first time, holding nothing; the life before it is over."""
         before = self._views.get(record.name)
@@ -290,6 +298,7 @@ class Mirror:
             self._table.retire(before.life)
         view = self._views[record.name] = _View(record)
         self._table.begin(view.life)
+        self.version += 1
         return view
 
     def _empty(self, view: _View, sequence: int) -> None:
@@ -300,6 +309,7 @@ class Mirror:
     def _drop(self, view: _View) -> None:
         del self._views[view.record.name]
         self._table.retire(view.life)
+        self.version += 1
 
     def _note_failure(self, event: str, reason: str) -> None:
         self.counts.failures += 1

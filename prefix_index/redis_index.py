@@ -10,6 +10,7 @@ It renews first, for a full Redis takes PEXPIRE and no transaction; then it rene
 that the worker compares in one.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import chain
@@ -59,6 +60,7 @@ from prefix_index.redis_transaction import (
 
 EPOCH_TTL_S = 86_400
 MAX_ATTEMPTS = 3
+WORKERS_A_TURN = 64
 SCAN_BLOCKS = 256  # about 3 ms of parsing between two turns of the event loop
 MAX_ENTRIES_A_READ = 16
 FIRST_LOOKUP_BLOCKS = 32
@@ -86,6 +88,7 @@ class RedisIndex:
         self._stream_link = RedisLink(url, clock, timeout_s=timeout_s)
         self._retention_ms = int(retention_s * 1000)
         self._max_changes = max_changes
+        self._records: dict[str, tuple[Reply, WorkerRecord | None]] = {}
 
     async def next_epoch(self, name: str) -> int:
         """Counts up, from the milliseconds of Redis's clock when there is no count.
@@ -246,7 +249,16 @@ class RedisIndex:
         )
         if isinstance(listed, ResponseError):
             raise IndexUnavailable(f"{self._keys.workers} is damaged: {listed}")
-        names = {name.decode(errors="replace"): name for name in listed}
+        names = [(name.decode(errors="replace"), name) for name in listed]
+        found = Survey({}, frozenset(), _newest(newest))
+        for start in range(0, len(names), WORKERS_A_TURN):
+            some = dict(names[start : start + WORKERS_A_TURN])
+            found = found.joined(await self._survey_some(some))
+            await asyncio.sleep(0)
+        self._records = {name: self._records[name] for name in found.members}
+        return found
+
+    async def _survey_some(self, names: Mapping[str, bytes]) -> Survey:
         states = await self._states(list(names))
         lives = {name: state for name, (state, _) in states.items() if state is not None}
         await self._forget([raw for name, raw in names.items() if name not in lives])
@@ -254,7 +266,7 @@ class RedisIndex:
         members: dict[str, Member] = {}
         num_garbage = 0
         for name, (lease, num_blocks) in leases.items():
-            record = read_record(states[name][1])
+            record = self._record(name, states[name][1])
             if record is None or (record.name, record.epoch) != (name, lives[name].epoch):
                 num_garbage += 1
                 await self.doubt(name, lives[name].epoch)
@@ -264,7 +276,15 @@ class RedisIndex:
                 record = record if load is None else record.with_load(load)
                 members[name] = Member(record, lives[name].residency(num_blocks))
         expired = frozenset(name for name, (lease, _) in leases.items() if lease is None)
-        return Survey(members, expired, _newest(newest), num_garbage)
+        return Survey(members, expired, Cursor((0, 0)), num_garbage)
+
+    def _record(self, name: str, reply: Reply) -> WorkerRecord | None:
+        """What is read once a second and changes once in a life is taken apart once."""
+        text, record = self._records.get(name, (None, None))
+        if record is None or text != reply:
+            record = read_record(reply)
+            self._records[name] = (reply, record)
+        return record
 
     async def holdings(self, worker: str) -> Holdings | None:
         before = await self._state(worker)

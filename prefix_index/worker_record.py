@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Protocol, Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -53,10 +54,11 @@ class Manifest:
 
     def mismatch(self, other: "Manifest") -> str | None:
         """Why the two cannot work together, in one sentence; None when they can."""
-        for field in fields(Manifest):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if mine != theirs and field.name not in MAY_DIFFER:
-                return f"{field.name} differs: {mine} here, {theirs} there"
+        if _MUST_EQUAL(self) != _MUST_EQUAL(other):
+            for field in fields(Manifest):
+                mine, theirs = getattr(self, field.name), getattr(other, field.name)
+                if mine != theirs and field.name not in MAY_DIFFER:
+                    return f"{field.name} differs: {mine} here, {theirs} there"
         for size in (self.block_size, other.block_size):
             if not is_block_size(size):
                 return f"block_size {size} is not a power of two up to {MAX_BLOCK_SIZE}"
@@ -73,6 +75,9 @@ class Manifest:
         must_equal = {key: value for key, value in asdict(self).items() if key not in MAY_DIFFER}
         text = json.dumps(must_equal, sort_keys=True, separators=(",", ":"))
         return blake2b(text.encode(), digest_size=16, person=b"kvferry-manifest").digest()
+
+
+_MUST_EQUAL = attrgetter(*(each.name for each in fields(Manifest) if each.name not in MAY_DIFFER))
 
 
 class OffersWires(Protocol):

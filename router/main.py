@@ -32,6 +32,7 @@ from router.http_door import HttpDoor, HttpOptions
 from router.http_server import HttpServer
 from router.journal import journal
 from router.metrics import Metrics
+from router.mirror_metrics import watch_mirror
 from router.register import Register
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -130,6 +131,7 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
     register = Register(settings.max_concurrent_requests, bounds.retry_after_s, clock)
     metrics = Metrics(model.name)
     metrics.watch(fleet, lambda: register.num_open)
+    watch_mirror(metrics.registry, mirror)
     validator = Validator(
         model,
         lambda: fleet.max_context(model.max_context),
