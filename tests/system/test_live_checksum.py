@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from random import Random
 from typing import Any
@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
+import redis.asyncio
 from numpy.typing import NDArray
 
 from engine.clock import MonotonicClock
@@ -25,8 +26,12 @@ from model.source import open_model
 from prefix_index.index import WorkerRecord
 from prefix_index.redis_index import RedisIndex
 from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
 from protos.transfer_pb2 import CellRun, FetchedCells
-from tests.system.live_cluster import LiveCluster, live_cluster
+from router.main import serving
+from router.served_model import ServedModel
+from router.settings import RouterSettings
+from tests.system.live_cluster import LiveCluster, Reply, live_cluster
 from transport.orders import Lender, ShipmentKey
 from transport.pull import GrpcPuller, by_name
 
@@ -92,6 +97,75 @@ async def test_a_repeated_prompt_reports_what_was_not_computed(
     ]
     assert [reply.output for reply in replies] == [expected(prompt, 5)] * 2
     assert [reply.usage.cached_tokens for reply in replies] == [0, 48]
+
+
+async def cached_share(stub: Any, prompts: Sequence[list[int]]) -> float:
+    """Of the tokens of these prompts, sent once each. Every answer has to be right."""
+    cached = 0
+    for prompt in prompts:
+        reply, sampling = Reply(), pb.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
+        async for response in stub.Generate(request, timeout=20):
+            reply.take(response)
+        assert reply.output == expected(prompt, 3)
+        cached += reply.usage.cached_tokens
+    return cached / sum(map(len, prompts))
+
+
+async def test_a_redis_wiped_under_load_fails_no_request_and_hits_come_back(
+    cluster: LiveCluster,
+) -> None:
+    """Two workers that prefill hold half of the prompts each, and only the index says which."""
+    prompts = [prompt_of(200, seed=800 + number) for number in range(12)]
+    for number, prompt in enumerate(prompts):
+        pins = pb.Pins(prefill=f"p{number % 2}")
+        await cluster.generate(prompt, pins, max_tokens=3, temperature=0, ignore_eos=True)
+    await asyncio.sleep(0.5)
+    before = await cached_share(cluster.stub, prompts)
+    assert before > 0.9
+    async with redis.asyncio.from_url(cluster.redis_url) as admin:
+        await admin.flushall()
+    async with asyncio.timeout(30):
+        while await cached_share(cluster.stub, prompts) < 0.9 * before or not (
+            await known_blocks(cluster) >= 12 * 12
+        ):
+            await asyncio.sleep(0.05)
+
+
+async def known_blocks(cluster: LiveCluster) -> int:
+    """How many blocks Redis knows, over all workers."""
+    index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=cluster.key_prefix)
+    try:
+        return sum(m.residency.num_blocks for m in (await index.survey()).members.values())
+    finally:
+        await index.close()
+
+
+async def test_another_router_serves_as_well_when_one_is_killed(cluster: LiveCluster) -> None:
+    """It has routed none of these prompts; the killed one comes back and knows them, too."""
+    prompts = [prompt_of(200, seed=900 + number) for number in range(8)]
+    await cached_share(cluster.stub, prompts)
+    await asyncio.sleep(0.5)
+    before = await cached_share(cluster.stub, prompts)
+    settings = RouterSettings(
+        model="checksum",
+        grpc_port=0,
+        http_port=0,
+        redis_url=cluster.redis_url,
+        key_prefix=cluster.key_prefix,
+        drain_s=0.2,
+    )
+    async with (
+        serving(settings, ServedModel.of(open_model("checksum"))) as info,
+        grpc.aio.insecure_channel(info["grpc_address"]) as channel,
+    ):
+        was = cluster.handles["router"].pid
+        os.kill(was, signal.SIGKILL)
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        assert await cached_share(stub, prompts) >= 0.95 * before
+        await cluster.until_alive("router", was)
+        await cluster.until_pairs(2)
+        assert await cached_share(cluster.stub, prompts) >= 0.95 * before
 
 
 async def test_every_rank_gives_its_heads_of_a_block_by_name(cluster: LiveCluster) -> None:
