@@ -160,6 +160,7 @@ async def test_another_router_serves_as_well_when_one_is_killed(cluster: LiveClu
         grpc.aio.insecure_channel(info["grpc_address"]) as channel,
     ):
         was = cluster.handles["router"].pid
+        assert was is not None
         os.kill(was, signal.SIGKILL)
         stub = inference_pb2_grpc.InferenceStub(channel)
         assert await cached_share(stub, prompts) >= 0.95 * before
