@@ -39,7 +39,16 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
 }
-SHARED = ("model", "redis_url", "key_prefix", "block_size", "kv_layout", "dtype", "wires")
+SHARED = (
+    "model",
+    "redis_url",
+    "key_prefix",
+    "block_size",
+    "kv_layout",
+    "dtype",
+    "weights",
+    "wires",
+)
 # What a section's own model leaves open, or what suits one machine better than its default.
 SECTION_DEFAULTS: dict[str, dict[str, Any]] = {
     "router": {},
@@ -77,6 +86,7 @@ class Settings(BaseSettings):
     block_size: int | None = None  # None, here and below: the workers' own
     kv_layout: str | None = None
     dtype: str | None = None
+    weights: str | None = None
     wires: tuple[str, ...] | None = None
     state_dir: Path = Field(default_factory=default_state_dir)
     start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 180.0

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.packed_linear import PackedMatrix, load, reference, reference_rows
+
 FEWEST_TURNED = 4  # rows: see `DenseLinear`
 MOST_TURNED = 48
 
@@ -60,3 +62,36 @@ class DenseLinear:
 
     def rows(self, numbers_T: Tensor) -> Tensor:
         return self.weight_OI[numbers_T]
+
+
+class PackedLinear:
+    """A few bits a weight, multiplied as they lie; see `kernels.packed_linear` for how exactly.
+
+    On a CPU, in fp32 whatever the rows are.
+    """
+
+    def __init__(self, matrix: PackedMatrix, bias_O: Tensor | None = None) -> None:
+        self.matrix = matrix
+        self.bias_O = None if bias_O is None else bias_O.float()
+        self.in_width, self.out_width = matrix.width, matrix.num_outputs
+        kernel = load()
+        self._compiled = None if kernel is None else (kernel, kernel.describe(matrix))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.num_bytes + (0 if self.bias_O is None else self.bias_O.nbytes)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        rows_TI = x_TI.float().contiguous()
+        if self._compiled is None:
+            out_TO = reference(self.matrix, rows_TI, self.bias_O)
+        else:
+            kernel, described = self._compiled
+            out_TO = kernel.multiply(described, rows_TI, self.bias_O)
+        return out_TO.to(x_TI.dtype)
+
+    def rows(self, numbers_T: Tensor) -> Tensor:
+        if self._compiled is None:
+            return reference_rows(self.matrix, numbers_T)
+        kernel, described = self._compiled
+        return kernel.rows(described, numbers_T)

@@ -18,6 +18,7 @@ from model.model import Model
 from model.panel_linear import PanelLinear
 from model.shard import Shard
 from model.tensor_names import TensorSet
+from model.weight_form import WeightForm
 from model.weights import DTYPES, read_weights
 
 
@@ -28,8 +29,9 @@ def load(
     head_map: HeadMap,
     comm: Comm,
     device: torch.device | str,
+    form: WeightForm = "dense",
 ) -> Model:
-    """Rank `comm.rank`'s model; weights and cache are of one dtype."""
+    """Rank `comm.rank`'s model; dense weights and cache are of one dtype."""
     if isinstance(config, ChecksumConfig):
         return ChecksumModel(config, head_map, comm, spec.block_size, device)
     assert tensors is not None
@@ -39,11 +41,11 @@ def load(
     if kernel is not None:
         team = kernel.team(torch.get_num_threads())
         make_dense = partial(PanelLinear, kernel, team)
-        weights = read_weights(config, tensors, shard, device, dtype, make_dense)
+        weights = read_weights(config, tensors, shard, device, dtype, make_dense, form)
         if fits(config, weights):
             return CpuDecoder(config, head_map, comm, weights, spec, team)
     else:
-        weights = read_weights(config, tensors, shard, device, dtype)
+        weights = read_weights(config, tensors, shard, device, dtype, form=form)
     decoder = Decoder(config, head_map, comm, weights, spec)
     on_one_device = torch.device(device).type == "cuda" and comm.size == 1
     return DecodeGraphs(decoder) if on_one_device else decoder

@@ -26,6 +26,7 @@ from model.safetensors_files import read_json, read_safetensors
 from model.stored_tensor import StoredTensor, fingerprint
 from model.tensor_names import TensorSet, select_tensors
 from model.tokenizer import Tokenizer
+from model.weight_form import WeightForm
 
 if TYPE_CHECKING:
     import torch
@@ -91,10 +92,13 @@ class ModelSource:
             "int64" if self.kind == "checksum" else dtype,
         )
 
-    def namespace(self, dtype: str = "float32", adapter: str = "") -> Namespace:
+    def namespace(
+        self, dtype: str = "float32", weights: str = "dense", adapter: str = ""
+    ) -> Namespace:
         """Equal for workers whose KV values mean the same, whatever the size of their blocks."""
+        packed = self.kind != "checksum" and weights != "dense"
         return namespace(
-            weights=self.weights_fingerprint(),
+            weights=self.weights_fingerprint() + (weights.encode() if packed else b""),
             config=self.config.digest(),
             tokenizer=self.tokenizer_fingerprint(),
             adapter=adapter,
@@ -109,13 +113,17 @@ class ModelSource:
         device: "torch.device | str" = "cpu",
         dtype: str = "float32",
         block_size: int = 16,
+        weights: WeightForm = "dense",
     ) -> "Model":
-        """One rank's share of the model; imports torch, and reads this rank's weights only."""
+        """One rank's share of the model; imports torch, and reads this rank's weights only.
+
+        Raises BadModelFile where `weights` is "stored" and the file has no quantised matrix.
+        """
         from model.load import load
 
         assert comm.rank == rank and comm.size == head_map.tp
         spec = self.cache_spec(block_size, dtype)
-        return load(self.config, self._tensors, spec, head_map, comm, device)
+        return load(self.config, self._tensors, spec, head_map, comm, device, weights)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

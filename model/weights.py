@@ -2,6 +2,7 @@
 
 Each tensor is mapped, and only the rows and columns this rank holds are touched: of a quantised
 one, the quantisation blocks that hold them. q, k and v, and gate and up, become one matrix each.
+Matrices are kept in the form asked for; what is added or multiplied alone, in the dtype.
 
     H local query heads, K local KV heads, D head dim, E hidden size, M this rank's share of the
     intermediate size, Q = H + 2K; a matrix has its outputs first
@@ -10,27 +11,21 @@ one, the quantisation blocks that hold them. q, k and v, and gate and up, become
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from model.config import DecoderConfig
 from model.layers import RmsNorm
-from model.linear import DenseLinear, Linear
+from model.linear import DenseLinear, Linear, PackedLinear
+from model.packing import RowsOf, can_pack, check_form, read_packed
 from model.rope import inverse_frequencies
 from model.shard import Shard
-from model.stored_tensor import RawBytes, StoredTensor, TensorBytes
+from model.stored_tensor import StoredTensor, TensorBytes
 from model.tensor_names import TensorSet
+from model.tensor_values import read_values
+from model.weight_form import WeightForm
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SAFETENSORS_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 CHUNK_VALUES = 1 << 24  # dequantised at a time: 64 MiB of fp32
 
 
@@ -72,9 +67,15 @@ def read_weights(
     device: torch.device | str,
     dtype: torch.dtype,
     make_dense: MakeDense = dense_by_torch,
+    form: WeightForm = "dense",
 ) -> DecoderWeights:
-    """Read what `shard` holds. Raises BadModelFile if a file has shrunk since it was opened."""
-    reader = _Reader(config, tensors, shard, device, dtype, make_dense)
+    """Read what `shard` holds.
+
+    Raises BadModelFile if a file has shrunk since it was opened, or if nothing in it is quantised
+    and the form is "stored".
+    """
+    check_form(tensors.tensors.values(), form)
+    reader = _Reader(config, tensors, shard, device, dtype, make_dense, form)
     embedding = lm_head = reader.column_parallel(["embedding"], None, [shard.vocabulary])
     if not config.tied_embeddings:
         lm_head = reader.column_parallel(["lm_head"], None, [shard.vocabulary])
@@ -100,6 +101,7 @@ class _Reader:
         device: torch.device | str,
         dtype: torch.dtype,
         make_dense: MakeDense,
+        form: WeightForm,
     ) -> None:
         self._config = config
         self._tensors = tensors
@@ -107,6 +109,7 @@ class _Reader:
         self._device = device
         self._dtype = dtype
         self._make_dense = make_dense
+        self._form = form
         self._bytes = TensorBytes()
         self._interleaved = tensors.from_gguf and config.architecture == "llama"
 
@@ -130,6 +133,10 @@ class _Reader:
     ) -> Linear:
         """The given rows of each matrix as one, with the biases of the same rows."""
         bias_O = self._rows([f"{role}_bias" for role in roles], layer, rows) if biased else None
+        parts = [self._part(role, layer, some) for role, some in zip(roles, rows, strict=True)]
+        if all(can_pack(part.stored, self._form) for part in parts):
+            cols = range(parts[0].stored.shape[1])
+            return PackedLinear(read_packed(self._bytes, parts, cols, self._form), bias_O)
         return self._make_dense(self._rows(roles, layer, rows), bias_O, roles == ["gate", "up"])
 
     def norm(self, role: str, layer: int | None) -> RmsNorm:
@@ -168,15 +175,23 @@ class _Reader:
         step = max(1, CHUNK_VALUES // stored.shape[-1])
         for start in range(rows.start, rows.stop, step):
             part = range(start, min(start + step, rows.stop))
-            read = _gguf_slice if self._tensors.from_gguf else _safetensors_slice
-            values = read(raw, stored, part, cols)
+            values = read_values(raw, stored, slice(part.start, part.stop), cols)
             out[start - rows.start :][: len(part)].copy_(values)
 
     def _row_parallel(self, role: str, layer: int, cols: range) -> Linear:
         stored = self._tensors.of(role, layer)
+        if can_pack(stored, self._form):
+            part = self._part(role, layer, range(stored.shape[0]))
+            return PackedLinear(read_packed(self._bytes, [part], cols, self._form))
         out = self._empty(stored.shape[0], len(cols))
         self.fill(out, stored, cols=cols)
         return self._make_dense(out, None, False)
+
+    def _part(self, role: str, layer: int | None, rows: range) -> RowsOf:
+        numbers = torch.arange(rows.start, rows.stop)
+        if self._interleaved and role in ("q", "k"):
+            numbers = _halves_apart(numbers, self._config.head_dim)
+        return RowsOf(self._tensors.of(role, layer), numbers.numpy())
 
     def _qk_norm(self, layer: int) -> RmsNorm:
         width = self._config.head_dim
@@ -188,28 +203,6 @@ class _Reader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-def _gguf_slice(raw: RawBytes, stored: StoredTensor, rows: range, cols: range) -> Tensor:
-    """fp32 values; dequantises only the quantisation blocks that hold `cols`."""
-    quantization = GGMLQuantizationType[stored.type]
-    block_values, block_bytes = GGML_QUANT_SIZES[quantization]
-    first, last = cols.start // block_values, -(-cols.stop // block_values)
-    table = raw.reshape(-1, stored.shape[-1] // block_values * block_bytes)
-    part = np.array(table[rows.start : rows.stop, first * block_bytes : last * block_bytes])
-    if stored.type in ("F32", "F16"):
-        values = part.view(np.float32 if stored.type == "F32" else np.float16)
-    else:
-        values = dequantize(part, quantization)
-    skipped = cols.start - first * block_values
-    return torch.from_numpy(values)[:, skipped : skipped + len(cols)]
-
-
-def _safetensors_slice(raw: RawBytes, stored: StoredTensor, rows: range, cols: range) -> Tensor:
-    item = SAFETENSORS_TYPES[stored.type]
-    table = raw.reshape(-1, stored.shape[-1] * item.itemsize)
-    part = table[rows.start : rows.stop, cols.start * item.itemsize : cols.stop * item.itemsize]
-    return torch.from_numpy(np.array(part)).view(item)
 
 
 def _halves_apart(rows: Tensor, head_dim: int) -> Tensor:

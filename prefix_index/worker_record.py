@@ -5,7 +5,7 @@ older router understands; a missing or wrong field makes the record foreign.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from hashlib import blake2b
 from operator import attrgetter
@@ -39,6 +39,7 @@ class Manifest:
 
     protocol: int
     model: str
+    weights: str = field(default="dense", kw_only=True)  # the form they are kept in
     namespace: str  # hex
     block_size: int
     dtype: str
@@ -55,10 +56,10 @@ class Manifest:
     def mismatch(self, other: "Manifest") -> str | None:
         """Why the two cannot work together, in one sentence; None when they can."""
         if _MUST_EQUAL(self) != _MUST_EQUAL(other):
-            for field in fields(Manifest):
-                mine, theirs = getattr(self, field.name), getattr(other, field.name)
-                if mine != theirs and field.name not in MAY_DIFFER:
-                    return f"{field.name} differs: {mine} here, {theirs} there"
+            for each in fields(Manifest):
+                mine, theirs = getattr(self, each.name), getattr(other, each.name)
+                if mine != theirs and each.name not in MAY_DIFFER:
+                    return f"{each.name} differs: {mine} here, {theirs} there"
         for size in (self.block_size, other.block_size):
             if not is_block_size(size):
                 return f"block_size {size} is not a power of two up to {MAX_BLOCK_SIZE}"

@@ -19,7 +19,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     chat_template: ChatTemplate
-    namespace: Callable[[str], Namespace]  # of a dtype
+    namespace: Callable[[str, str], Namespace]  # of a dtype and a form of weights
 
     @classmethod
     def of(cls, source: ModelSource, name: str = "") -> "ServedModel":
@@ -58,7 +58,7 @@ class ServedModel:
                 f"serves another model: its vocabulary has {manifest.vocab_size} tokens,"
                 f" {self.name}'s has {self.vocab_size}"
             )
-        ours = self.namespace(manifest.dtype).hex()
+        ours = self.namespace(manifest.dtype, manifest.weights).hex()
         if manifest.namespace != ours:
             return (
                 f"serves another model: its namespace is {manifest.namespace[:16]},"

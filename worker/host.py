@@ -168,7 +168,7 @@ async def _open(
     stack.push_async_callback(cleanups.drain)
     others = _channels(ranks, stack)
     intake = WorkIntake(
-        source.namespace(settings.dtype),
+        source.namespace(settings.dtype, settings.weights),
         settings.block_size,
         engine.new_key,
     )
@@ -246,7 +246,7 @@ def _engine(
         parts.store,
         pool,
         ranks.comm,
-        source.namespace(settings.dtype),
+        source.namespace(settings.dtype, settings.weights),
         clock,
         tokenizer=source.tokenizer(),
         observer=side.observer,

@@ -57,7 +57,9 @@ def build_rank(settings: WorkerSettings, source: ModelSource, comm: Comm) -> Ran
     head_map = head_map_of(settings, source)
     spec = source.cache_spec(settings.block_size, settings.dtype)
     device = device_of(settings, comm.rank)
-    model = source.load(head_map, comm.rank, comm, device, settings.dtype, settings.block_size)
+    model = source.load(
+        head_map, comm.rank, comm, device, settings.dtype, settings.block_size, settings.weights
+    )
     try:
         heads, layout = head_map.kv[comm.rank], settings.kv_layout
         store = KvStore(spec, heads, settings.num_blocks, device, layout)
@@ -86,7 +88,8 @@ def manifest_of(settings: WorkerSettings, source: ModelSource) -> Manifest:
     return Manifest(
         protocol=PROTOCOL,
         model=source.name,
-        namespace=source.namespace(settings.dtype).hex(),
+        weights=settings.weights,
+        namespace=source.namespace(settings.dtype, settings.weights).hex(),
         block_size=settings.block_size,
         dtype=spec.dtype,
         num_layers=config.num_layers,

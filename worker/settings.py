@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvcache.layout import KvLayout
+from model.weight_form import WeightForm
 from transport.faults import FaultSpec
 
 WireName = Literal["shm", "tcp", "grpc", "gloo", "nccl"]
@@ -29,6 +30,7 @@ class WorkerSettings(BaseModel):
     tp: Count = 1
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    weights: WeightForm = "dense"  # all but `dense` on a CPU only
     threads: Count = 1  # torch threads a rank uses
 
     host: str = "127.0.0.1"
@@ -68,6 +70,12 @@ class WorkerSettings(BaseModel):
     def _check_wires(self) -> Self:
         if "nccl" in self.wires and self.device != "cuda":
             raise ValueError(f"the wire nccl needs device cuda, not {self.device}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.weights != "dense" and self.device != "cpu":
+            raise ValueError(f"weights {self.weights} need device cpu, not {self.device}")
         return self
 
     @field_validator("test_faults")

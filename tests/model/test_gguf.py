@@ -11,7 +11,7 @@ from kvcache.head_map import HeadMap
 from model.config import DecoderConfig
 from model.source import ModelSource, open_model
 from model.stored_tensor import StoredTensor
-from model.weights import _gguf_slice
+from model.tensor_values import read_values
 from tests.model.paged_run import PagedRun
 from tests.model.smollm2_oracle import smollm2_oracle
 from tests.model.tiny_checkpoints import logits_of, make_tiny
@@ -90,7 +90,7 @@ def test_slices_of_every_type_are_slices_of_the_whole(kind: GGMLQuantizationType
         else:
             whole = dequantize(raw, kind)
         for rows, cols in [((0, 6), (0, shape[1])), ((2, 5), (1, shape[1] - 1)), ((5, 6), (3, 4))]:
-            part = _gguf_slice(raw.reshape(-1), stored, range(*rows), range(*cols))
+            part = read_values(raw.reshape(-1), stored, slice(*rows), range(*cols))
             np.testing.assert_array_equal(part.numpy(), whole[slice(*rows), slice(*cols)])
 
 

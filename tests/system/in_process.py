@@ -308,7 +308,7 @@ def _engine(
         parts[0].store,
         BlockPool(settings.num_blocks, ledger),
         comms[0],
-        source.namespace(settings.dtype),
+        source.namespace(settings.dtype, settings.weights),
         MonotonicClock(),
         tokenizer=source.tokenizer(),
         observer=observers[0],
@@ -330,7 +330,7 @@ def _engine(
 
 def _front(source: ModelSource, settings: WorkerSettings, worker: Worker) -> Front:
     intake = WorkIntake(
-        source.namespace(settings.dtype),
+        source.namespace(settings.dtype, settings.weights),
         settings.block_size,
         worker.engine.new_key,
     )
