@@ -29,7 +29,7 @@ from model.weight_form import WeightForm
 
 log = logging.getLogger(__name__)
 
-CHUNK_VALUES = 1 << 22  # packed at a time: 16 MiB of fp32
+CHUNK_VALUES = 1 << 20  # packed at a time: 4 MiB of fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ def _quantise(values_OI: Tensor, form: WeightForm) -> PackedRows:
 def quantise_int8(values_OGN: Tensor) -> PackedRows:
     """Each value within half a step of its group's scale, which is its largest size over 127."""
     scales_OG = (values_OGN.abs().amax(dim=2) / 127).half()
-    return PackedRows(_codes(values_OGN, scales_OG, -127, 127).add_(128).byte(), scales_OG, None)
+    return PackedRows(
+        _codes(values_OGN.clone(), scales_OG, -127, 127).add_(128).byte(), scales_OG, None
+    )
 
 
 def quantise_int4(values_OGN: Tensor) -> PackedRows:
@@ -138,8 +140,10 @@ def quantise_int4(values_OGN: Tensor) -> PackedRows:
 
 
 def _codes(values_OGN: Tensor, scales_OG: Tensor, least: int, most: int) -> Tensor:
-    steps_OG1 = scales_OG.float()[..., None]
-    return torch.where(steps_OG1 > 0, values_OGN / steps_OG1, 0).round_().clamp_(least, most)
+    """Changes the values."""
+    steps_OG = scales_OG.float()
+    inverse_OG = torch.where(steps_OG > 0, steps_OG.reciprocal(), 0)
+    return values_OGN.mul_(inverse_OG[..., None]).round_().clamp_(least, most)
 
 
 def _as(rows: PackedRows, bits: int, with_mins: bool) -> PackedRows:
