@@ -1,7 +1,8 @@
 /* Rows times a packed matrix of 8 or 4 bits a weight: see packed_linear.py.
  *
- * A matrix lies in tiles of TILE outputs, a tile in groups of GROUP inputs, a group in quads of four
- * inputs, so that one vector holds the same quad of several outputs and a lane is an output.
+ * A matrix lies in an even number of tiles of TILE outputs, a tile in groups of GROUP inputs, a
+ * group in quads of four inputs: one vector holds the same quad of several outputs, and a lane is
+ * an output.
  *
  *   8 bits    codes[tile][group][quad][output][4], a weight w as w + 128
  *   4 bits    codes[tile][group][quad of the lower half][output][4], the quad of the upper half in
@@ -20,21 +21,22 @@
 #include <immintrin.h>
 #endif
 
-enum { TILE = 16, GROUP = 32, QUADS = GROUP / 4, PLAIN = 0, AVX2 = 1, VNNI512 = 2 };
+enum { TILE = 16, GROUP = 32, QUADS = GROUP / 4, RUN = 120 };
+enum { PLAIN, AVX2, VNNI512 }; /* instructions */
 
 typedef struct {
     const uint8_t *codes;
     const void *scales, *mins; /* of half precision or single; mins may be NULL if bits is 8 */
     int64_t num_outputs, num_groups;
     int64_t width, skip; /* of a row; the row begins `skip` inputs into the first group */
-    int32_t bits, half;
-} matrix;
+    int32_t bits, half, instructions;
+} packed;
 
 typedef struct {
-    const int8_t *codes; /* [num_rows, num_groups, GROUP] */
-    const float *scales; /* [num_rows, num_groups] */
-    const float *sums;   /* of the quantised row's values */
-    const int32_t *lifts; /* -128 times the sum of the codes: undoes the 128 in a weight's code */
+    int8_t *codes;  /* [num_rows, num_groups, GROUP] */
+    float *scales;  /* [num_rows, num_groups], as the next two */
+    float *sums;    /* of the quantised row's values */
+    int32_t *lifts; /* -128 times the sum of the codes: undoes the 128 in a weight's code */
     int64_t num_groups;
 } rows;
 
@@ -70,7 +72,7 @@ static float factor(const void *factors, int32_t half, int64_t at) {
     return half ? from_half(((const uint16_t *)factors)[at]) : ((const float *)factors)[at];
 }
 
-static int code_at(const matrix *w, int64_t tile, int64_t group, int output, int input) {
+static int code_at(const packed *w, int64_t tile, int64_t group, int output, int input) {
     int64_t at = tile * w->num_groups + group;
     int quad = input / 4;
     if (w->bits == 8)
@@ -83,7 +85,7 @@ static int code_at(const matrix *w, int64_t tile, int64_t group, int output, int
 /* One row by groups: 127 steps either side of zero. A value that is no number, or infinite, makes
  * its group's scale NaN, and so the whole row's results. Done alike whatever the instructions. */
 static inline __attribute__((always_inline)) void quantise_row(
-    const matrix *w, const float *x, int8_t *codes, float *scales, float *sums, int32_t *lifts) {
+    const packed *w, const float *x, int8_t *codes, float *scales, float *sums, int32_t *lifts) {
     const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
     for (int64_t g = 0; g < w->num_groups; g++) {
         float values[GROUP];
@@ -116,17 +118,17 @@ static inline __attribute__((always_inline)) void quantise_row(
     }
 }
 
-typedef void quantise_fn(const matrix *, const float *, int8_t *, float *, float *, int32_t *);
-typedef void block_fn(const matrix *, const rows *, const target *, int64_t, int64_t, int64_t,
+typedef void quantise_fn(const packed *, const float *, int8_t *, float *, float *, int32_t *);
+typedef void tiles_fn(const packed *, const rows *, const target *, int64_t, int64_t, int64_t,
                       int64_t);
 
-static void plain_quantise(const matrix *w, const float *x, int8_t *codes, float *scales,
+static void plain_quantise(const packed *w, const float *x, int8_t *codes, float *scales,
                            float *sums, int32_t *lifts) {
     quantise_row(w, x, codes, scales, sums, lifts);
 }
 
 /* What the others do, with no vectors: outputs of tiles [first, last) for rows [start, stop). */
-static void plain_tiles(const matrix *w, const rows *x, const target *to, int64_t first,
+static void plain_tiles(const packed *w, const rows *x, const target *to, int64_t first,
                         int64_t last, int64_t start, int64_t stop) {
     for (int64_t tile = first; tile < last; tile++)
         for (int64_t row = start; row < stop; row++)
@@ -193,47 +195,78 @@ int best_instructions(void) {
     return PLAIN;
 }
 
+static quantise_fn *quantise_by(const packed *w) {
+#ifdef __x86_64__
+    if (w->instructions == AVX2) return avx2_quantise;
+    if (w->instructions == VNNI512) return vnni512_quantise;
+#endif
+    return plain_quantise;
+}
+
+static tiles_fn *tiles_by(const packed *w) {
+#ifdef __x86_64__
+    if (w->instructions == AVX2) return avx2_tiles;
+    if (w->instructions == VNNI512) return vnni512_tiles;
+#endif
+    return plain_tiles;
+}
+
 static int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-int64_t scratch_bytes(const matrix *w, int64_t num_rows) {
+int64_t packed_scratch(const packed *w, int64_t num_rows) {
     int64_t groups = num_rows * w->num_groups;
     return aligned(groups * GROUP) + 3 * aligned(groups * 4) + 64;
 }
 
-/* out[num_rows, num_outputs] from x[num_rows, width], whose rows are `x_stride` floats apart. */
-void multiply(const matrix *w, const float *x, int64_t x_stride, int64_t num_rows,
-              const float *bias, float *out, char *scratch, int num_threads, int instructions) {
-    quantise_fn *quantise = plain_quantise;
-    block_fn *tiles = plain_tiles;
-#ifdef __x86_64__
-    if (instructions == AVX2) quantise = avx2_quantise, tiles = avx2_tiles;
-    if (instructions == VNNI512) quantise = vnni512_quantise, tiles = vnni512_tiles;
-#endif
-    const int64_t groups = w->num_groups, num_tiles = (w->num_outputs + TILE - 1) / TILE;
+/* Where in scratch the quantised rows are. */
+static rows rows_in(const packed *w, int64_t num_rows, char *scratch) {
+    int64_t groups = num_rows * w->num_groups, each = aligned(groups * 4);
     scratch += -(uintptr_t)scratch & 63;
-    int8_t *codes = (int8_t *)scratch;
-    float *scales = (float *)(scratch + aligned(num_rows * groups * GROUP));
-    float *sums = scales + aligned(num_rows * groups * 4) / 4;
-    int32_t *lifts = (int32_t *)(sums + aligned(num_rows * groups * 4) / 4);
-    const rows quantised = {codes, scales, sums, lifts, groups};
+    char *factors = scratch + aligned(groups * GROUP);
+    return (rows){(int8_t *)scratch, (float *)factors, (float *)(factors + each),
+                  (int32_t *)(factors + 2 * each), w->num_groups};
+}
+
+static void prepare_row(const packed *w, const float *x, int64_t row, const rows *to) {
+    int64_t at = row * w->num_groups;
+    quantise_by(w)(w, x, to->codes + at * GROUP, to->scales + at, to->sums + at, to->lifts + at);
+}
+
+/* An item is two tiles of outputs for a run of rows; the items of a run follow one another, so that
+ * its rows stay in the cache. */
+static int64_t num_pairs(const packed *w) { return (w->num_outputs + 2 * TILE - 1) / (2 * TILE); }
+
+static int64_t num_items_of(const packed *w, int64_t num_rows) {
+    return num_pairs(w) * ((num_rows + RUN - 1) / RUN);
+}
+
+static void make_item(const packed *w, const rows *x, int64_t num_rows, const target *to,
+                      int64_t item) {
+    int64_t pair = item % num_pairs(w), start = item / num_pairs(w) * RUN;
+    int64_t stop = start + RUN < num_rows ? start + RUN : num_rows;
+    tiles_by(w)(w, x, to, 2 * pair, 2 * pair + 2, start, stop);
+}
+
+/* out[num_rows, num_outputs] from x[num_rows, width], whose rows are `x_stride` floats apart. */
+void packed_multiply(const packed *w, const float *x, int64_t x_stride, int64_t num_rows,
+                     const float *bias, float *out, char *scratch, int num_threads) {
+    const rows quantised = rows_in(w, num_rows, scratch);
     const target to = {out, w->num_outputs, bias};
+    const int64_t num_items = num_items_of(w, num_rows);
 #pragma omp parallel num_threads(num_threads)
     {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < num_rows; row++)
-            quantise(w, x + row * x_stride, codes + row * groups * GROUP, scales + row * groups,
-                     sums + row * groups, lifts + row * groups);
+            prepare_row(w, x + row * x_stride, row, &quantised);
 #pragma omp for schedule(static) nowait
-        for (int64_t pair = 0; pair < (num_tiles + 1) / 2; pair++) {
-            int64_t last = 2 * pair + 2 < num_tiles ? 2 * pair + 2 : num_tiles;
-            tiles(w, &quantised, &to, 2 * pair, last, 0, num_rows);
-        }
+        for (int64_t item = 0; item < num_items; item++)
+            make_item(w, &quantised, num_rows, &to, item);
     }
 }
 
 /* The given rows of the matrix, [count, width]: what the codes stand for, rounded as GGUF's own
  * arithmetic rounds it. */
-void unpack_rows(const matrix *w, const int64_t *numbers, int64_t count, float *out) {
+void packed_rows(const packed *w, const int64_t *numbers, int64_t count, float *out) {
     for (int64_t n = 0; n < count; n++) {
         int64_t tile = numbers[n] / TILE;
         int lane = (int)(numbers[n] % TILE);

@@ -68,7 +68,7 @@ static inline FLOATS ISA(factors)(const void *from, int half, int64_t at) {
 
 #endif
 
-static void ISA(quantise)(const matrix *w, const float *x, int8_t *codes, float *scales,
+static void ISA(quantise)(const packed *w, const float *x, int8_t *codes, float *scales,
                           float *sums, int32_t *lifts) {
     quantise_row(w, x, codes, scales, sums, lifts);
 }
@@ -79,16 +79,16 @@ static inline int32_t ISA(quad)(const int8_t *codes, int quad) {
     return four;
 }
 
-/* The integer products of one group: `count` rows by `across` vectors of outputs. */
+/* The integer products of one group: `count` rows by ACROSS vectors of outputs. */
 static inline __attribute__((always_inline)) void ISA(whole)(
     INTS whole[MOST_ROWS][ACROSS], const uint8_t *codes[ACROSS], const int8_t *const x[MOST_ROWS],
-    const int count, const int across, const int bits) {
+    const int count, const int bits) {
     const int vectors = bits == 8 ? QUADS : QUADS / 2;
 #pragma GCC unroll 8
     for (int quad = 0; quad < vectors; quad++) {
         INTS weights[ACROSS];
 #pragma GCC unroll 2
-        for (int v = 0; v < across; v++) {
+        for (int v = 0; v < ACROSS; v++) {
             weights[v] = ISA(load)(codes[v] + quad * TILE * 4);
             if (bits == 8 && !LIFTED) weights[v] = ISA(signed)(weights[v]);
         }
@@ -97,12 +97,12 @@ static inline __attribute__((always_inline)) void ISA(whole)(
             INTS low = ISA(spread)(ISA(quad)(x[r], quad));
             if (bits == 8) {
 #pragma GCC unroll 2
-                for (int v = 0; v < across; v++)
+                for (int v = 0; v < ACROSS; v++)
                     whole[r][v] = ISA(add_8)(whole[r][v], weights[v], low);
             } else {
                 INTS high = ISA(spread)(ISA(quad)(x[r], quad + QUADS / 2));
 #pragma GCC unroll 2
-                for (int v = 0; v < across; v++) {
+                for (int v = 0; v < ACROSS; v++) {
                     whole[r][v] = ISA(add_4)(whole[r][v], ISA(nibbles)(weights[v], 0), low);
                     whole[r][v] = ISA(add_4)(whole[r][v], ISA(nibbles)(weights[v], 1), high);
                 }
@@ -113,6 +113,7 @@ static inline __attribute__((always_inline)) void ISA(whole)(
 
 static inline void ISA(put)(const target *to, int64_t num_outputs, int64_t row, int64_t output,
                             FLOATS sum) {
+    if (output >= num_outputs) return;
     float *out = to->out + row * to->stride + output;
     if (output + LANES <= num_outputs) {
         if (to->bias) sum = ISA(plus)(sum, ISA(load_floats)(to->bias + output));
@@ -127,27 +128,27 @@ static inline void ISA(put)(const target *to, int64_t num_outputs, int64_t row, 
 
 /* Outputs of one or two tiles for `count` rows. */
 static inline __attribute__((always_inline)) void ISA(block)(
-    const matrix *w, const rows *x, const target *to, int64_t tile, int64_t row, const int count,
-    const int across, const int bits) {
+    const packed *w, const rows *x, const target *to, int64_t tile, int64_t row, const int count,
+    const int bits) {
     const int64_t groups = w->num_groups, tile_bytes = groups * GROUP * TILE * bits / 8;
     FLOATS sums[MOST_ROWS][ACROSS];
     for (int r = 0; r < count; r++)
-        for (int v = 0; v < across; v++) sums[r][v] = ISA(spread_float)(0);
+        for (int v = 0; v < ACROSS; v++) sums[r][v] = ISA(spread_float)(0);
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *codes[ACROSS];
         const int8_t *quads[MOST_ROWS];
         INTS whole[MOST_ROWS][ACROSS];
-        for (int v = 0; v < across; v++)
+        for (int v = 0; v < ACROSS; v++)
             codes[v] = w->codes + (tile + v / VECTORS) * tile_bytes + g * GROUP * TILE * bits / 8 +
                        v % VECTORS * LANES * 4;
         for (int r = 0; r < count; r++) {
             int64_t at = (row + r) * groups + g;
             quads[r] = x->codes + at * GROUP;
             INTS start = ISA(spread)(bits == 8 && LIFTED ? x->lifts[at] : 0);
-            for (int v = 0; v < across; v++) whole[r][v] = start;
+            for (int v = 0; v < ACROSS; v++) whole[r][v] = start;
         }
-        ISA(whole)(whole, codes, quads, count, across, bits);
-        for (int v = 0; v < across; v++) {
+        ISA(whole)(whole, codes, quads, count, bits);
+        for (int v = 0; v < ACROSS; v++) {
             int64_t place = ((tile + v / VECTORS) * groups + g) * TILE + v % VECTORS * LANES;
             FLOATS scales = ISA(factors)(w->scales, w->half, place), mins;
             if (w->mins) mins = ISA(factors)(w->mins, w->half, place);
@@ -162,21 +163,22 @@ static inline __attribute__((always_inline)) void ISA(block)(
         }
     }
     for (int r = 0; r < count; r++)
-        for (int v = 0; v < across; v++) {
+        for (int v = 0; v < ACROSS; v++) {
             int64_t output = (tile + v / VECTORS) * TILE + v % VECTORS * LANES;
             ISA(put)(to, w->num_outputs, row + r, output, sums[r][v]);
         }
 }
 
-static void ISA(some_rows)(const matrix *w, const rows *x, const target *to, int64_t tile,
-                           int64_t row, int64_t count, int across) {
-#define FOR(n, a, b) ISA(block)(w, x, to, tile, row, n, a, b); break
-#define CASE(n)                                                                   \
-    case n:                                                                       \
-        if (w->bits == 8 && across == ACROSS) { FOR(n, ACROSS, 8); }              \
-        if (w->bits == 8) { FOR(n, VECTORS, 8); }                                 \
-        if (across == ACROSS) { FOR(n, ACROSS, 4); }                              \
-        FOR(n, VECTORS, 4);
+/* Outputs of TILES_AT_ONCE tiles for up to MOST_ROWS rows. */
+static void ISA(some_rows)(const packed *w, const rows *x, const target *to, int64_t tile,
+                           int64_t row, int64_t count) {
+#define CASE(n)                                        \
+    case n:                                            \
+        if (w->bits == 8)                              \
+            ISA(block)(w, x, to, tile, row, n, 8);     \
+        else                                           \
+            ISA(block)(w, x, to, tile, row, n, 4);     \
+        break;
     switch (count) {
         CASE(1) CASE(2) CASE(3) CASE(4)
 #if MOST_ROWS > 4
@@ -184,19 +186,14 @@ static void ISA(some_rows)(const matrix *w, const rows *x, const target *to, int
 #endif
     }
 #undef CASE
-#undef FOR
 }
 
-/* Outputs of tiles [first, last) for rows [start, stop). */
-static void ISA(tiles)(const matrix *w, const rows *x, const target *to, int64_t first,
+/* Outputs of tiles [first, last) for rows [start, stop); both tiles of a pair are there. */
+static void ISA(tiles)(const packed *w, const rows *x, const target *to, int64_t first,
                        int64_t last, int64_t start, int64_t stop) {
-    for (int64_t tile = first; tile < last; tile += TILES_AT_ONCE) {
-        int across = tile + TILES_AT_ONCE <= last ? ACROSS : VECTORS;
-        for (int64_t row = start; row < stop; row += MOST_ROWS) {
-            int64_t count = stop - row < MOST_ROWS ? stop - row : MOST_ROWS;
-            ISA(some_rows)(w, x, to, tile, row, count, across);
-        }
-    }
+    for (int64_t tile = first; tile < last; tile += TILES_AT_ONCE)
+        for (int64_t row = start; row < stop; row += MOST_ROWS)
+            ISA(some_rows)(w, x, to, tile, row, stop - row < MOST_ROWS ? stop - row : MOST_ROWS);
 }
 
 #undef VECTORS

@@ -54,7 +54,7 @@ class PackedMatrix:
     ) -> "PackedMatrix":  # fmt: skip
         """All zero, to be filled some rows at a time; `dtype` is that of scales and mins."""
         assert bits == 8 or (bits == 4 and with_mins)
-        num_tiles, num_groups = -(-num_outputs // TILE), -(-(skip + width) // GROUP)
+        num_tiles, num_groups = -(-num_outputs // (2 * TILE)) * 2, -(-(skip + width) // GROUP)
         codes = torch.zeros(num_tiles, num_groups, bits, TILE, 4, dtype=torch.uint8)
         scales = torch.zeros(num_tiles, num_groups, TILE, dtype=dtype)
         mins = torch.zeros_like(scales) if with_mins else None
@@ -135,7 +135,7 @@ def reference(matrix: PackedMatrix, x_TI: Tensor, bias_O: Tensor | None = None) 
     return out_TO if bias_O is None else out_TO.add_(bias_O)
 
 
-class _Matrix(ctypes.Structure):
+class _Packed(ctypes.Structure):
     _fields_ = [
         ("codes", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
@@ -146,6 +146,7 @@ class _Matrix(ctypes.Structure):
         ("skip", ctypes.c_int64),
         ("bits", ctypes.c_int32),
         ("half", ctypes.c_int32),
+        ("instructions", ctypes.c_int32),
     ]
 
 
@@ -155,16 +156,16 @@ class PackedKernel(NamedTuple):
     library: ctypes.CDLL
     instructions: int
 
-    def describe(self, matrix: PackedMatrix) -> _Matrix:
+    def describe(self, matrix: PackedMatrix) -> _Packed:
         """Where things are, for the calls below; `matrix` must outlive it."""
         mins = None if matrix.mins is None else matrix.mins.data_ptr()
-        return _Matrix(
+        return _Packed(
             matrix.codes.data_ptr(), matrix.scales.data_ptr(), mins, matrix.num_outputs,
             matrix.num_groups, matrix.width, matrix.skip, matrix.bits,
-            matrix.scales.dtype == torch.float16,
+            matrix.scales.dtype == torch.float16, self.instructions,
         )  # fmt: skip
 
-    def multiply(self, matrix: _Matrix, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def multiply(self, matrix: _Packed, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """out_TO from fp32 rows, whose values lie side by side; like the reference.
 
         The same bits for a row whatever rows are beside it, on any number of threads, and with any
@@ -173,19 +174,19 @@ class PackedKernel(NamedTuple):
         assert x_TI.dtype == torch.float32 and x_TI.stride(1) == 1
         num_rows = len(x_TI)
         out_TO = x_TI.new_empty(num_rows, matrix.num_outputs)
-        groups = num_rows * matrix.num_groups
-        scratch = torch.empty(groups * (GROUP + 12) + 320, dtype=torch.uint8)
-        self.library.multiply(
+        needed = self.library.packed_scratch(ctypes.byref(matrix), num_rows)
+        scratch = torch.empty(needed, dtype=torch.uint8)
+        self.library.packed_multiply(
             ctypes.byref(matrix), x_TI.data_ptr(), x_TI.stride(0), num_rows,
             None if bias_O is None else bias_O.data_ptr(), out_TO.data_ptr(), scratch.data_ptr(),
-            torch.get_num_threads(), self.instructions,
+            torch.get_num_threads(),
         )  # fmt: skip
         return out_TO
 
-    def rows(self, matrix: _Matrix, numbers_T: Tensor) -> Tensor:
+    def rows(self, matrix: _Packed, numbers_T: Tensor) -> Tensor:
         numbers_T = numbers_T.contiguous()
         out_TI = torch.empty(len(numbers_T), matrix.width)
-        self.library.unpack_rows(
+        self.library.packed_rows(
             ctypes.byref(matrix), numbers_T.data_ptr(), len(numbers_T), out_TI.data_ptr()
         )
         return out_TI
@@ -200,10 +201,11 @@ def load() -> PackedKernel | None:
         log.warning("packed weights are multiplied by torch, slowly: %s", error)
         return None
     address, count = ctypes.c_void_p, ctypes.c_int64
-    library.multiply.argtypes = [
-        address, address, count, count, address, address, address, ctypes.c_int, ctypes.c_int,
+    library.packed_multiply.argtypes = [
+        address, address, count, count, address, address, address, ctypes.c_int,
     ]  # fmt: skip
-    library.multiply.restype = None
-    library.unpack_rows.argtypes = [address, address, count, address]
-    library.unpack_rows.restype = None
+    library.packed_multiply.restype = None
+    library.packed_scratch.argtypes, library.packed_scratch.restype = [address, count], count
+    library.packed_rows.argtypes = [address, address, count, address]
+    library.packed_rows.restype = None
     return PackedKernel(library, library.best_instructions())

@@ -110,7 +110,8 @@ def _pack(mapped: TensorBytes, part: RowsOf, cols: range, form: WeightForm) -> P
 def pack_values(values_OI: Tensor, form: WeightForm) -> PackedMatrix:
     """A matrix at hand, as int8 or int4."""
     bits = 8 if form == "int8" else 4
-    matrix = PackedMatrix.empty(*values_OI.shape, bits, with_mins=form == "int4")
+    num_outputs, width = values_OI.shape
+    matrix = PackedMatrix.empty(num_outputs, width, bits, with_mins=form == "int4")
     matrix.fill(0, _quantise(values_OI, form))
     return matrix
 
