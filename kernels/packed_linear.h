@@ -79,11 +79,10 @@ static inline int32_t ISA(quad)(const int8_t *codes, int quad) {
     return four;
 }
 
-/* The integer products of one group: `count` rows by ACROSS vectors of outputs. */
+/* The integer products of one part of a group: `count` rows by ACROSS vectors of outputs. */
 static inline __attribute__((always_inline)) void ISA(whole)(
     INTS whole[MOST_ROWS][ACROSS], const uint8_t *codes[ACROSS], const int8_t *const x[MOST_ROWS],
-    const int count, const int bits) {
-    const int vectors = bits == 8 ? QUADS : QUADS / 2;
+    const int count, const int bits, const int vectors) {
 #pragma GCC unroll 8
     for (int quad = 0; quad < vectors; quad++) {
         INTS weights[ACROSS];
@@ -111,49 +110,35 @@ static inline __attribute__((always_inline)) void ISA(whole)(
     }
 }
 
-static inline void ISA(put)(const target *to, int64_t num_outputs, int64_t row, int64_t output,
-                            FLOATS sum) {
-    if (output >= num_outputs) return;
-    float *out = to->out + row * to->stride + output;
-    if (output + LANES <= num_outputs) {
-        if (to->bias) sum = ISA(plus)(sum, ISA(load_floats)(to->bias + output));
-        ISA(store)(out, sum);
-        return;
-    }
-    float values[LANES];
-    ISA(store)(values, sum);
-    for (int64_t i = 0; i < num_outputs - output; i++)
-        out[i] = to->bias ? values[i] + to->bias[output + i] : values[i];
-}
-
-/* Outputs of one or two tiles for `count` rows. */
+/* Outputs of TILES_AT_ONCE tiles for `count` rows, each in its place in a row of `made`. */
 static inline __attribute__((always_inline)) void ISA(block)(
-    const packed *w, const rows *x, const target *to, int64_t tile, int64_t row, const int count,
-    const int bits) {
-    const int64_t groups = w->num_groups, tile_bytes = groups * GROUP * TILE * bits / 8;
+    const packed *w, const rows *x, const int64_t tiles[2], int64_t row, const int count,
+    const int bits, const int parts, float *made) {
+    const int64_t num_parts = w->num_groups * parts, part_bytes = GROUP * TILE * bits / 8 / parts;
+    const int vectors = (bits == 8 ? QUADS : QUADS / 2) / parts;
     FLOATS sums[MOST_ROWS][ACROSS];
     for (int r = 0; r < count; r++)
         for (int v = 0; v < ACROSS; v++) sums[r][v] = ISA(spread_float)(0);
-    for (int64_t g = 0; g < groups; g++) {
+    for (int64_t p = 0; p < num_parts; p++) {
         const uint8_t *codes[ACROSS];
         const int8_t *quads[MOST_ROWS];
         INTS whole[MOST_ROWS][ACROSS];
         for (int v = 0; v < ACROSS; v++)
-            codes[v] = w->codes + (tile + v / VECTORS) * tile_bytes + g * GROUP * TILE * bits / 8 +
+            codes[v] = w->codes + (tiles[v / VECTORS] * num_parts + p) * part_bytes +
                        v % VECTORS * LANES * 4;
         for (int r = 0; r < count; r++) {
-            int64_t at = (row + r) * groups + g;
-            quads[r] = x->codes + at * GROUP;
+            int64_t at = (row + r) * num_parts + p;
+            quads[r] = x->codes + at * (GROUP / parts);
             INTS start = ISA(spread)(bits == 8 && LIFTED ? x->lifts[at] : 0);
             for (int v = 0; v < ACROSS; v++) whole[r][v] = start;
         }
-        ISA(whole)(whole, codes, quads, count, bits);
+        ISA(whole)(whole, codes, quads, count, bits, vectors);
         for (int v = 0; v < ACROSS; v++) {
-            int64_t place = ((tile + v / VECTORS) * groups + g) * TILE + v % VECTORS * LANES;
+            int64_t place = (tiles[v / VECTORS] * num_parts + p) * TILE + v % VECTORS * LANES;
             FLOATS scales = ISA(factors)(w->scales, w->half, place), mins;
             if (w->mins) mins = ISA(factors)(w->mins, w->half, place);
             for (int r = 0; r < count; r++) {
-                int64_t at = (row + r) * groups + g;
+                int64_t at = (row + r) * num_parts + p;
                 INTS products = bits == 8 ? whole[r][v] : ISA(whole_4)(whole[r][v]);
                 FLOATS scale = ISA(times)(scales, ISA(spread_float)(x->scales[at]));
                 sums[r][v] = ISA(fused)(ISA(floats)(products), scale, sums[r][v]);
@@ -163,21 +148,22 @@ static inline __attribute__((always_inline)) void ISA(block)(
         }
     }
     for (int r = 0; r < count; r++)
-        for (int v = 0; v < ACROSS; v++) {
-            int64_t output = (tile + v / VECTORS) * TILE + v % VECTORS * LANES;
-            ISA(put)(to, w->num_outputs, row + r, output, sums[r][v]);
-        }
+        for (int v = 0; v < ACROSS; v++)
+            ISA(store)(made + r * 2 * TILE + v * LANES, sums[r][v]);
 }
 
-/* Outputs of TILES_AT_ONCE tiles for up to MOST_ROWS rows. */
-static void ISA(some_rows)(const packed *w, const rows *x, const target *to, int64_t tile,
-                           int64_t row, int64_t count) {
-#define CASE(n)                                        \
-    case n:                                            \
-        if (w->bits == 8)                              \
-            ISA(block)(w, x, to, tile, row, n, 8);     \
-        else                                           \
-            ISA(block)(w, x, to, tile, row, n, 4);     \
+/* Outputs of two tiles for up to MOST_ROWS rows. */
+static void ISA(some_rows)(const packed *w, const rows *x, const int64_t tiles[2], int64_t row,
+                           int64_t count, float *made) {
+#define CASE(n)                                                                         \
+    case n:                                                                             \
+        for (int t = 0; t < 2; t += TILES_AT_ONCE)                                      \
+            if (w->bits == 4)                                                           \
+                ISA(block)(w, x, tiles + t, row, n, 4, 1, made + t * TILE);             \
+            else if (w->parts == 1)                                                     \
+                ISA(block)(w, x, tiles + t, row, n, 8, 1, made + t * TILE);             \
+            else                                                                        \
+                ISA(block)(w, x, tiles + t, row, n, 8, 2, made + t * TILE);             \
         break;
     switch (count) {
         CASE(1) CASE(2) CASE(3) CASE(4)
@@ -188,12 +174,15 @@ static void ISA(some_rows)(const packed *w, const rows *x, const target *to, int
 #undef CASE
 }
 
-/* Outputs of tiles [first, last) for rows [start, stop); both tiles of a pair are there. */
-static void ISA(tiles)(const packed *w, const rows *x, const target *to, int64_t first,
-                       int64_t last, int64_t start, int64_t stop) {
-    for (int64_t tile = first; tile < last; tile += TILES_AT_ONCE)
-        for (int64_t row = start; row < stop; row += MOST_ROWS)
-            ISA(some_rows)(w, x, to, tile, row, stop - row < MOST_ROWS ? stop - row : MOST_ROWS);
+/* Two tiles of outputs for rows [start, stop). */
+static void ISA(tiles)(const packed *w, const rows *x, const target *to, const int64_t tiles[2],
+                       int64_t start, int64_t stop) {
+    float made[MOST_ROWS * 2 * TILE];
+    for (int64_t row = start; row < stop; row += MOST_ROWS) {
+        int64_t count = stop - row < MOST_ROWS ? stop - row : MOST_ROWS;
+        ISA(some_rows)(w, x, tiles, row, count, made);
+        for (int64_t r = 0; r < count; r++) put(w, to, row + r, tiles, made + r * 2 * TILE);
+    }
 }
 
 #undef VECTORS

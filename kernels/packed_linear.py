@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.compiled import compiled
+from kernels.host_decoder import Matrix
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class PackedMatrix:
     """
 
     codes: Tensor  # uint8: [tiles, G, quads of 4 bytes, TILE, 4]
-    scales: Tensor  # fp16 or fp32: [tiles, G, TILE]
+    scales: Tensor  # fp16 or fp32: [tiles, G * parts, TILE]
     mins: Tensor | None
     bits: int
     num_outputs: int
@@ -50,37 +51,40 @@ class PackedMatrix:
     @classmethod
     def empty(
         cls, num_outputs: int, width: int, bits: int, skip: int = 0,
-        dtype: torch.dtype = torch.float16, with_mins: bool = False,
+        dtype: torch.dtype = torch.float16, with_mins: bool = False, parts: int = 1,
     ) -> "PackedMatrix":  # fmt: skip
         """All zero, to be filled some rows at a time; `dtype` is that of scales and mins."""
-        assert bits == 8 or (bits == 4 and with_mins)
+        assert (bits == 8 and parts in (1, 2)) or (bits == 4 and with_mins and parts == 1)
         num_tiles, num_groups = -(-num_outputs // (2 * TILE)) * 2, -(-(skip + width) // GROUP)
         codes = torch.zeros(num_tiles, num_groups, bits, TILE, 4, dtype=torch.uint8)
-        scales = torch.zeros(num_tiles, num_groups, TILE, dtype=dtype)
+        scales = torch.zeros(num_tiles, num_groups * parts, TILE, dtype=dtype)
         mins = torch.zeros_like(scales) if with_mins else None
         return cls(codes, scales, mins, bits, num_outputs, width, skip)
 
     def fill(self, first: int, part: "PackedRows") -> None:
         """Write rows `first` and on; `first` begins a tile."""
         assert first % TILE == 0 and (self.mins is None) == (part.mins_OG is None)
-        num_rows, num_groups = part.scales_OG.shape
+        num_rows, num_groups, _ = part.codes_OGB.shape
         tiles = slice(first // TILE, -(-(first + num_rows) // TILE))
         padding = (0, 0, 0, -num_rows % TILE)
 
         def tiled(values_OX: Tensor) -> Tensor:
-            return pad(values_OX, padding).view(
-                -1, TILE, num_groups, values_OX.shape[1] // num_groups
-            )
+            return pad(values_OX, padding).view(-1, TILE, values_OX.shape[1])
 
-        quads = tiled(part.codes_OGB.flatten(1).view(torch.int32))
-        self.codes[tiles].view(torch.int32)[..., 0] = quads.permute(0, 2, 3, 1)
-        self.scales[tiles] = tiled(part.scales_OG)[..., 0].transpose(1, 2)
+        quads = tiled(part.codes_OGB.flatten(1).view(torch.int32)).transpose(1, 2)
+        self.codes[tiles].view(torch.int32)[..., 0] = quads.reshape(-1, num_groups, self.bits, TILE)
+        self.scales[tiles] = tiled(part.scales_OG).transpose(1, 2)
         if self.mins is not None and part.mins_OG is not None:
-            self.mins[tiles] = tiled(part.mins_OG)[..., 0].transpose(1, 2)
+            self.mins[tiles] = tiled(part.mins_OG).transpose(1, 2)
 
     @property
     def num_groups(self) -> int:
-        return self.scales.shape[1]
+        return self.codes.shape[1]
+
+    @property
+    def parts(self) -> int:
+        """Of a group, each with a scale."""
+        return self.scales.shape[1] // self.num_groups
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +98,7 @@ class PackedRows(NamedTuple):
     """
 
     codes_OGB: Tensor  # uint8, contiguous
-    scales_OG: Tensor
+    scales_OG: Tensor  # or [O, G * 2], as the next
     mins_OG: Tensor | None
 
 
@@ -118,6 +122,7 @@ def reference_rows(matrix: PackedMatrix, numbers_T: Tensor) -> Tensor:
     if matrix.bits == 4:
         quads = torch.cat([quads & 15, quads >> 4], dim=2)
     codes_TGN = quads.flatten(2).float() - (128 if matrix.bits == 8 else 0)
+    codes_TGN = codes_TGN.view(len(numbers_T), -1, GROUP // matrix.parts)
     values_TGN = codes_TGN * matrix.scales[tiles, :, lanes].float()[..., None]
     if matrix.mins is not None:
         values_TGN += matrix.mins[tiles, :, lanes].float()[..., None]
@@ -145,6 +150,7 @@ class _Packed(ctypes.Structure):
         ("width", ctypes.c_int64),
         ("skip", ctypes.c_int64),
         ("bits", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
         ("half", ctypes.c_int32),
         ("instructions", ctypes.c_int32),
     ]
@@ -161,9 +167,15 @@ class PackedKernel(NamedTuple):
         mins = None if matrix.mins is None else matrix.mins.data_ptr()
         return _Packed(
             matrix.codes.data_ptr(), matrix.scales.data_ptr(), mins, matrix.num_outputs,
-            matrix.num_groups, matrix.width, matrix.skip, matrix.bits,
+            matrix.num_groups, matrix.width, matrix.skip, matrix.bits, matrix.parts,
             matrix.scales.dtype == torch.float16, self.instructions,
         )  # fmt: skip
+
+    def matrix(self, matrix: _Packed, bias_O: Tensor | None) -> Matrix:
+        """As the compiled decoder wants it; both must outlive it."""
+        made, bias = Matrix(), None if bias_O is None else bias_O.data_ptr()
+        self.library.packed_matrix(ctypes.byref(made), ctypes.byref(matrix), bias)
+        return made
 
     def multiply(self, matrix: _Packed, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """out_TO from fp32 rows, whose values lie side by side; like the reference.
@@ -196,7 +208,9 @@ class PackedKernel(NamedTuple):
 def load() -> PackedKernel | None:
     """The compiled functions, or None, said once in the log, where they cannot be had."""
     try:
-        library = ctypes.CDLL(str(compiled(SOURCE, "-fopenmp", "-ffp-contract=off", "-lm")))
+        library = ctypes.CDLL(
+            str(compiled(SOURCE, "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-lm"))
+        )
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("packed weights are multiplied by torch, slowly: %s", error)
         return None
@@ -208,4 +222,6 @@ def load() -> PackedKernel | None:
     library.packed_scratch.argtypes, library.packed_scratch.restype = [address, count], count
     library.packed_rows.argtypes = [address, address, count, address]
     library.packed_rows.restype = None
+    library.packed_matrix.argtypes = [address, address, address]
+    library.packed_matrix.restype = None
     return PackedKernel(library, library.best_instructions())

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.host_decoder import Matrix
 from kernels.packed_linear import PackedMatrix, load, reference, reference_rows
 
 FEWEST_TURNED = 4  # rows: see `DenseLinear`
@@ -70,21 +71,22 @@ class PackedLinear:
     On a CPU, in fp32 whatever the rows are.
     """
 
-    def __init__(self, matrix: PackedMatrix, bias_O: Tensor | None = None) -> None:
-        self.matrix = matrix
-        self.bias_O = None if bias_O is None else bias_O.float()
-        self.in_width, self.out_width = matrix.width, matrix.num_outputs
-        kernel = load()
-        self._compiled = None if kernel is None else (kernel, kernel.describe(matrix))
+    matrix: Matrix  # where it could be compiled
 
-    @property
-    def num_bytes(self) -> int:
-        return self.matrix.num_bytes + (0 if self.bias_O is None else self.bias_O.nbytes)
+    def __init__(self, packed: PackedMatrix, bias_O: Tensor | None = None) -> None:
+        self.packed = packed
+        self.bias_O = None if bias_O is None else bias_O.float()
+        self.in_width, self.out_width = packed.width, packed.num_outputs
+        self.num_bytes = packed.num_bytes + (0 if self.bias_O is None else self.bias_O.nbytes)
+        kernel = load()
+        self._compiled = None if kernel is None else (kernel, kernel.describe(packed))
+        if kernel is not None and self._compiled is not None:
+            self.matrix = kernel.matrix(self._compiled[1], self.bias_O)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         rows_TI = x_TI.float().contiguous()
         if self._compiled is None:
-            out_TO = reference(self.matrix, rows_TI, self.bias_O)
+            out_TO = reference(self.packed, rows_TI, self.bias_O)
         else:
             kernel, described = self._compiled
             out_TO = kernel.multiply(described, rows_TI, self.bias_O)
@@ -92,6 +94,6 @@ class PackedLinear:
 
     def rows(self, numbers_T: Tensor) -> Tensor:
         if self._compiled is None:
-            return reference_rows(self.matrix, numbers_T)
+            return reference_rows(self.packed, numbers_T)
         kernel, described = self._compiled
         return kernel.rows(described, numbers_T)

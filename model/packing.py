@@ -2,7 +2,7 @@
 
     int8      a scale for 32 inputs of an output, and codes of -127 to 127
     int4      a scale and a least value for 32 inputs of an output, and codes of 0 to 15
-    stored    what a GGUF file holds in Q8_0, Q5_0, Q5_1, Q4_0 or Q4_1, value for value
+    stored    what a GGUF file holds in one of PACKED_TYPES, value for value
 
 Rows are read and packed some at a time: there is never a whole matrix of fp32.
 
@@ -22,13 +22,14 @@ from torch.nn.functional import pad
 
 from kernels.packed_linear import GROUP, TILE, PackedMatrix, PackedRows
 from model.errors import BadModelFile
-from model.stored_codes import PACKED_TYPES, block_codes, one_by_one
+from model.stored_codes import PACKED_TYPES, Packing, block_codes, one_by_one, two_a_byte
 from model.stored_tensor import StoredTensor, TensorBytes
 from model.tensor_values import read_blocks, read_values
 from model.weight_form import WeightForm
 
 log = logging.getLogger(__name__)
 
+VALUES: dict[str, Packing] = {"int8": Packing(8, False), "int4": Packing(4, True)}
 CHUNK_VALUES = 1 << 20  # packed at a time: 4 MiB of fp32
 
 
@@ -67,16 +68,14 @@ def read_packed(
     Groups lie where they lie in the whole matrix, so that the ranks of a group hold the values
     that one rank would hold alone.
     """
-    forms = [PACKED_TYPES[part.stored.type] for part in parts] if form == "stored" else []
-    bits = max([bits for bits, _ in forms], default=8 if form == "int8" else 4)
-    with_mins = any(mins for _, mins in forms) or form == "int4"
+    packing = VALUES.get(form) or _common([PACKED_TYPES[part.stored.type] for part in parts])
     num_outputs = sum(len(part.numbers) for part in parts)
     skip = cols.start % GROUP
-    matrix = PackedMatrix.empty(num_outputs, len(cols), bits, skip, with_mins=with_mins)
+    matrix = _empty(num_outputs, len(cols), packing, skip)
     step = max(1, CHUNK_VALUES // len(cols) // TILE) * TILE
     for first in range(0, num_outputs, step):
         rows = [
-            _as(_pack(mapped, part, cols, form), bits, with_mins)
+            _as(_pack(mapped, part, cols, form), packing)
             for part in _between(parts, first, first + step)
         ]
         matrix.fill(first, _under_one_another(rows))
@@ -98,20 +97,35 @@ def _pack(mapped: TensorBytes, part: RowsOf, cols: range, form: WeightForm) -> P
     groups = range(cols.start // GROUP, -(-cols.stop // GROUP))
     raw = mapped.of(part.stored)
     if form == "stored":
-        blocks = read_blocks(raw, part.stored, part.numbers, groups)
-        rows = block_codes(part.stored.type, torch.from_numpy(blocks))
+        each = PACKED_TYPES[part.stored.type].groups
+        blocks = range(groups.start // each, -(-groups.stop // each))
+        found = read_blocks(raw, part.stored, part.numbers, blocks)
+        rows = block_codes(part.stored.type, torch.from_numpy(found))
         if rows.mins_OG is not None and not rows.mins_OG.isfinite().all():
             raise BadModelFile(f"{part.stored.name} holds values beyond half precision, or none")
-        return rows
+        skipped = groups.start - blocks.start * each
+        return _groups(rows, range(skipped, skipped + len(groups)))
     whole = range(groups.start * GROUP, min(groups.stop * GROUP, part.stored.shape[-1]))
     return _quantise(read_values(raw, part.stored, part.numbers, whole).float(), form)
 
 
+def _groups(rows: PackedRows, which: range) -> PackedRows:
+    codes_OGB, scales_OG, mins_OG = rows
+    if len(which) == codes_OGB.shape[1]:
+        return rows
+    parts = scales_OG.shape[1] // codes_OGB.shape[1]
+    held = slice(which.start * parts, which.stop * parts)
+    return PackedRows(
+        codes_OGB[:, which.start : which.stop].contiguous(),
+        scales_OG[:, held],
+        None if mins_OG is None else mins_OG[:, held],
+    )
+
+
 def pack_values(values_OI: Tensor, form: WeightForm) -> PackedMatrix:
     """A matrix at hand, as int8 or int4."""
-    bits = 8 if form == "int8" else 4
     num_outputs, width = values_OI.shape
-    matrix = PackedMatrix.empty(num_outputs, width, bits, with_mins=form == "int4")
+    matrix = _empty(num_outputs, width, VALUES[form])
     matrix.fill(0, _quantise(values_OI, form))
     return matrix
 
@@ -136,8 +150,7 @@ def quantise_int4(values_OGN: Tensor) -> PackedRows:
     mins_OG = least_OG.half()
     scales_OG = ((most_OG - mins_OG.float()) / 15).half()
     codes_OGN = _codes(values_OGN - mins_OG.float()[..., None], scales_OG, 0, 15).byte()
-    low, high = codes_OGN[..., : GROUP // 2], codes_OGN[..., GROUP // 2 :]
-    return PackedRows(low | high << 4, scales_OG, mins_OG)
+    return PackedRows(two_a_byte(codes_OGN), scales_OG, mins_OG)
 
 
 def _codes(values_OGN: Tensor, scales_OG: Tensor, least: int, most: int) -> Tensor:
@@ -147,14 +160,35 @@ def _codes(values_OGN: Tensor, scales_OG: Tensor, least: int, most: int) -> Tens
     return values_OGN.mul_(inverse_OG[..., None]).round_().clamp_(least, most)
 
 
-def _as(rows: PackedRows, bits: int, with_mins: bool) -> PackedRows:
-    """The same values with more bits, or with least values of zero."""
+def _common(packings: Sequence[Packing]) -> Packing:
+    """One that holds the values of all of them."""
+    return Packing(
+        max(each.bits for each in packings),
+        any(each.with_mins for each in packings),
+        max(each.parts for each in packings),
+        max((each.dtype for each in packings), key=lambda dtype: dtype.itemsize),
+    )
+
+
+def _empty(num_outputs: int, width: int, packing: Packing, skip: int = 0) -> PackedMatrix:
+    bits, with_mins, parts, dtype, _ = packing
+    return PackedMatrix.empty(num_outputs, width, bits, skip, dtype, with_mins, parts)
+
+
+def _as(rows: PackedRows, packing: Packing) -> PackedRows:
+    """The same values with more bits, with least values of zero, or with more scales."""
     codes_OGB, scales_OG, mins_OG = rows
-    if bits == 8 and codes_OGB.shape[2] == GROUP // 2:
+    if packing.bits == 8 and codes_OGB.shape[2] == GROUP // 2:
         codes_OGB = one_by_one(codes_OGB) + 128
-    if with_mins and mins_OG is None:
+    if packing.with_mins and mins_OG is None:
         mins_OG = torch.zeros_like(scales_OG)
-    return PackedRows(codes_OGB, scales_OG, mins_OG)
+    each = codes_OGB.shape[1] * packing.parts // scales_OG.shape[1]
+
+    def spread(factors_OG: Tensor) -> Tensor:
+        return factors_OG.repeat_interleave(each, dim=1).to(packing.dtype)
+
+    mins_OG = None if mins_OG is None else spread(mins_OG)
+    return PackedRows(codes_OGB, spread(scales_OG), mins_OG)
 
 
 def _under_one_another(rows: Sequence[PackedRows]) -> PackedRows:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import packed_linear
+from kernels import host_decoder, packed_linear
 from kernels.packed_linear import (
     GROUP,
     PackedKernel,
@@ -19,11 +19,12 @@ from kernels.packed_linear import (
 
 SHAPES = [(1, 1, 0), (16, 32, 0), (33, 70, 5), (48, 64, 31), (130, 257, 8)]  # O, I, skip
 FORMS = [
-    (bits, dtype, with_mins)
+    (bits, dtype, with_mins, parts)
     for bits in (8, 4)
     for dtype in (torch.float16, torch.float32)
     for with_mins in (False, True)
-    if bits == 8 or with_mins
+    for parts in (1, 2)
+    if bits == 8 or (with_mins and parts == 1)
 ]
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 13, 16)
 
@@ -39,11 +40,13 @@ def all_instructions() -> list[PackedKernel]:
     return [PackedKernel(best.library, number) for number in range(best.instructions + 1)]
 
 
-def matrix(shape: tuple[int, int, int], bits: int, dtype: torch.dtype, mins: bool) -> PackedMatrix:
+def matrix(
+    shape: tuple[int, int, int], bits: int, dtype: torch.dtype, mins: bool, parts: int = 1
+) -> PackedMatrix:
     num_outputs, width, skip = shape
-    made = PackedMatrix.empty(num_outputs, width, bits, skip, dtype, mins)
+    made = PackedMatrix.empty(num_outputs, width, bits, skip, dtype, mins, parts)
     codes = torch.randint(0, 256, (num_outputs, made.num_groups, GROUP * bits // 8))
-    factors = torch.randn(2, num_outputs, made.num_groups).to(dtype)
+    factors = torch.randn(2, num_outputs, made.num_groups * parts).to(dtype)
     made.fill(0, PackedRows(codes.byte(), factors[0], factors[1] if mins else None))
     return made
 
@@ -56,7 +59,7 @@ def product(made: PackedMatrix, x_TI: Tensor, by: PackedKernel | None = None) ->
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_all_instructions_give_the_same_bits_and_the_references_values(
-    shape: tuple[int, int, int], form: tuple[int, torch.dtype, bool]
+    shape: tuple[int, int, int], form: tuple[int, torch.dtype, bool, int]
 ) -> None:
     torch.manual_seed(1)
     made = matrix(shape, *form)
@@ -75,7 +78,7 @@ def test_all_instructions_give_the_same_bits_and_the_references_values(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_that_lose_nothing_by_quantising_give_the_fp32_product(
-    form: tuple[int, torch.dtype, bool],
+    form: tuple[int, torch.dtype, bool, int],
 ) -> None:
     made = matrix((50, 96, 0), *form)
     x = torch.randint(-127, 128, (9, 96)).float()
@@ -151,3 +154,25 @@ def test_where_nothing_compiles_the_log_says_so(
     with caplog.at_level(logging.WARNING):
         assert packed_linear.load.__wrapped__() is None
     assert "packed weights are multiplied by torch, slowly: cc" in caplog.text
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_outputs", [64, 96, 70])
+def test_the_compiled_decoder_gets_the_same_products(bits: int, num_outputs: int) -> None:
+    host = host_decoder.load()
+    assert host is not None
+    made = matrix((num_outputs, 160, 5), bits, torch.float16, True)
+    bias, team, by = torch.randn(num_outputs), host.team(2), kernel()
+    described = by.describe(made)
+    form = by.matrix(described, bias)
+    numbers = torch.tensor([3, 60])
+    assert torch.equal(host.rows(form, numbers), reference_rows(made, numbers))
+    for count in (1, 7, 250):
+        x = torch.randn(count, 160)
+        expected = by.multiply(described, x, bias)
+        assert torch.equal(team.multiply(form, x), expected)
+        assert form.paired == (num_outputs != 70)
+        if form.paired:
+            gate, up = expected.chunk(2, dim=1)
+            gated = team.multiply(form, x, gated=True)
+            torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up)
