@@ -23,12 +23,8 @@ static char *cell_of(char *pool, const layout *at, int64_t block, int64_t head, 
 }
 
 /* One cell, whose slots lie `to_stride` and `from_stride` apart. */
-static void copy_cell(char *to, int64_t to_stride, const char *from, int64_t from_stride,
-                      const layout *at) {
-    if (at->slot_stride == at->slot_bytes) {
-        memcpy(to, from, at->num_slots * at->slot_bytes);
-        return;
-    }
+static void copy_slots(char *to, int64_t to_stride, const char *from, int64_t from_stride,
+                       const layout *at) {
     for (int64_t slot = 0; slot < at->num_slots; slot++)
         memcpy(to + slot * to_stride, from + slot * from_stride, at->slot_bytes);
 }
@@ -48,8 +44,10 @@ void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t n
                 const char *cell = cell_of(pool, at, blocks[b], head, plane);
                 if (found && dense) {
                     *found++ = copy_and_digest(to, cell, cell_bytes, digest);
+                } else if (dense) {
+                    memcpy(to, cell, cell_bytes);
                 } else {
-                    copy_cell(to, at->slot_bytes, cell, at->slot_stride, at);
+                    copy_slots(to, at->slot_bytes, cell, at->slot_stride, at);
                     if (found) *found++ = digest_of(to, cell_bytes, digest);
                 }
                 to += cell_bytes;
@@ -69,12 +67,15 @@ void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t 
             for (int64_t plane = 0; plane < at->num_planes; plane++, row++) {
                 if (digests && digest_of(from, cell_bytes, digest) != digests[row])
                     bad[row] = 1;
+                else if (at->slot_stride == at->slot_bytes)
+                    copy_past_caches(cell_of(pool, at, blocks[b], head, plane), from, cell_bytes);
                 else
-                    copy_cell(cell_of(pool, at, blocks[b], head, plane), at->slot_stride, from,
-                              at->slot_bytes, at);
+                    copy_slots(cell_of(pool, at, blocks[b], head, plane), at->slot_stride, from,
+                               at->slot_bytes, at);
                 from += cell_bytes;
             }
     }
+    finish_copies();
 }
 
 void digest_cells(digest_fn digest, const char *cells, int64_t num_cells, int64_t cell_bytes,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
+from kvcache import host_memory
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten, KeptDigests
 from kvcache.layout import MEMORY_ORDER, KvLayout
@@ -140,7 +141,10 @@ def _pool(
     """Fresh memory in the layout's order, seen as NPHSD."""
     dims, order = "NPHSD", MEMORY_ORDER[layout]
     memory = [shape_NPHSD[dims.index(dim)] for dim in order]
-    pool = torch.empty(memory, dtype=dtype, device=device)
+    if torch.device(device).type == "cpu":
+        pool = host_memory.empty(memory, dtype)
+    else:
+        pool = torch.empty(memory, dtype=dtype, device=device)
     return pool.permute([order.index(dim) for dim in dims])
 
 

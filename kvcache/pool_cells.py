@@ -217,7 +217,7 @@ class PoolCells:
             taken += hi - lo
 
     def _check_ids(self, block_ids: Sequence[int]) -> None:
-        assert all(0 <= i < self._num_blocks for i in block_ids), (
+        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._num_blocks, (
             f"a block id outside 0..{self._num_blocks - 1}: {list(block_ids)}"
         )
 

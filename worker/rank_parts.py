@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from engine.rank_group import GroupConfig
+from kvcache import host_memory
 from kvcache.head_map import HeadInterval, HeadMap
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
@@ -54,6 +55,7 @@ def group_config(settings: WorkerSettings) -> GroupConfig:
 def build_rank(settings: WorkerSettings, source: ModelSource, comm: Comm) -> RankParts:
     """Load this rank's weights and allocate its blocks. Raises BadModelFile or CannotStart."""
     torch.set_num_threads(settings.threads)
+    host_memory.keep_freed()
     head_map = head_map_of(settings, source)
     spec = source.cache_spec(settings.block_size, settings.dtype)
     device = device_of(settings, comm.rank)
