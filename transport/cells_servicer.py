@@ -224,7 +224,7 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
     async def _read(self, piece: _Piece, departure: Departure | None = None) -> FetchedCells:
         if piece.found is None:
             return FetchedCells(run=piece.run, missing=True)
-        if departure is not None and departure.outgoing.over:
+        if departure is not None and not departure.readers.enter():
             raise _Refused(grpc.StatusCode.UNAVAILABLE, "the shipment has ended")
         source: CellSource = self._source
         if departure is not None and departure.shape.parts > 1:
@@ -233,10 +233,9 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         work = partial(_gather, source, piece, num_planes)
         job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
         if departure is not None:
-            departure.gathers.add(job)
             departure.book.gathering(0, NO_CHUNK)
             job.add_done_callback(lambda _: departure.book.gathered(0, NO_CHUNK))
-            job.add_done_callback(departure.gathers.discard)
+            job.add_done_callback(lambda _: departure.readers.leave())
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:

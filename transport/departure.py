@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from transport.chunk_check import chunk_check
 from transport.orders import FirstToken, ShipmentOrder, ShipmentReport
 from transport.outgoing import Outgoing, Part
 from transport.port import Port
+from transport.readers import Readers
 from transport.shipment import Shape
 
 
@@ -54,7 +55,7 @@ class Departure:
     ports: dict[int, Port] = field(default_factory=dict)  # by decode rank, once dialled
     stirred: dict[int, asyncio.Event] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    gathers: set[asyncio.Future[Any]] = field(default_factory=set)  # that read its blocks
+    readers: Readers = field(default_factory=Readers)  # of its blocks
     ending: bool = False
     drains: list[Port] = field(default_factory=list)  # that wait to hear of the drain
     drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,34 +94,45 @@ class Departure:
 def gather(
     source: CellSource,
     departure: Departure,
+    rank: int,
     heads: Sequence[int],
     part: Part,
-    room: memoryview | None = None,
-) -> tuple[Frame, memoryview] | None:
-    """In a copying thread: a chunk's frame and payload, or None when it is no longer wanted.
+    room: memoryview,
+) -> Frame | None:
+    """On a thread: build a chunk's payload in `room`, and its frame; None when it is not wanted.
 
-    The payload is built in `room`, if given. A transfer given up meanwhile is not read from: its
-    end waits for this call to return.
+    A transfer given up meanwhile is not read from: its end waits for this call to return.
     """
-    if departure.outgoing.over:
-        return None
-    run, shape = part.run, departure.shape
+    with departure.readers.inside() as wanted:
+        if not wanted:
+            return None
+        departure.book.gathering(rank, part.seq)
+        try:
+            frame = _gather(source, departure, heads, part, room)
+        finally:
+            departure.book.gathered(rank, part.seq)
+    departure.book.sent(rank, frame.chunk)
+    return frame
+
+
+def _gather(
+    source: CellSource, departure: Departure, heads: Sequence[int], part: Part, room: memoryview
+) -> Frame:
+    run, shape, key = part.run, departure.shape, departure.order.key
     if shape.parts > 1:
         source = source.cut(shape.block_size)
     num_planes = len(shape.layers[run.layer].planes)
     digests = np.empty(len(run.block_ids) * len(heads) * num_planes, dtype=np.uint64)
-    out = None if room is None else np.frombuffer(room, dtype=np.uint8)
-    cells = source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out, digests)
-    if room is None:
-        room = np.ascontiguousarray(cells).reshape(-1).data
+    out = np.frombuffer(room, dtype=np.uint8)
+    source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out, digests)
     chunk = Chunk(
         seq=part.seq,
         layer=run.layer,
         first_block=run.first_block,
         num_blocks=len(run.block_ids),
-        payload_bytes=cells.nbytes,
+        payload_bytes=room.nbytes,
         digests=digests.astype("<u8", copy=False).tobytes(),
         heads=part.heads,
     )
-    chunk.check = chunk_check(departure.order.key, chunk)
-    return Frame(key=departure.order.key.to_proto(), chunk=chunk), room
+    chunk.check = chunk_check(key, chunk)
+    return Frame(key=key.to_proto(), chunk=chunk)

@@ -86,7 +86,7 @@ class Departures:
         return departure
 
     def lend(self, key: ShipmentKey) -> Departure | None:
-        """The shipment, while its blocks may be read: add what reads them to its `gathers`."""
+        """The shipment, while its blocks may be read: who does is one of its `readers`."""
         departure = self.live.get(key)
         return departure if departure is not None and not departure.outgoing.over else None
 
@@ -130,7 +130,7 @@ class Departures:
         for task in departure.tasks:
             task.cancel()
         await asyncio.gather(*departure.tasks, return_exceptions=True)
-        await asyncio.gather(*departure.gathers, return_exceptions=True)
+        await departure.readers.close()
         departure.outgoing.drained()
         departure.book.drained()
         order = departure.order

@@ -1,124 +1,108 @@
-"""The torch.distributed wires, gloo and NCCL: frames on a control link, payloads between the pair.
+"""The torch.distributed wires, gloo and NCCL: frames on a socket, payloads between the pair.
 
 A Chunk frame announces how many bytes come next on the pair's group, so both ends post in the same
-order, whatever else the control link carries. Either half failing ends both.
+order, whatever else the socket carries. Either of the two failing ends the link.
 """
 
 import asyncio
+import contextlib
+import threading
+from functools import partial
+
+import numpy as np
 
 from protos.transfer_pb2 import Frame, Hello
-from transport.link import Connector, Ending, Link, LinkClosed
+from transport.frame_socket import MAX_PAYLOAD_BYTES, FrameSocket, parse_frame
+from transport.link import Connector, Fill, Link, LinkClosed
+from transport.meeting import await_caller, call, listen_tcp
 from transport.pair_group import DECODE, PREFILL, PairGroup, PairStore, Rendezvous
+from transport.socket_link import SocketLink
 from transport.staging import Staging
+from transport.tcp_wire import at_once
 
-MAX_PAYLOAD_BYTES = 64 << 20  # of one chunk: a frame that announces more is no chunk of ours
-MAX_AHEAD = 16  # frames read before they are wanted, so that their payloads are under way
+GROUP = -3  # the place of a payload that comes over the pair's group
+NUM_ROOMS = 8  # payloads that may be under way; gloo needs several to be quick
 
 
-class DistLink:
-    """What both ends share."""
-
-    def __init__(self, control: Link, pair: PairGroup) -> None:
-        self.hello = control.hello
-        self.welcome = control.welcome
-        self._control = control
+class PrefillDistLink(SocketLink):
+    def __init__(self, control: Link, stream: FrameSocket, pair: PairGroup) -> None:
         self._pair = pair
-        self._end = Ending()
+        self._loop = asyncio.get_running_loop()
+        self._rooms = [np.empty(0, dtype=np.uint8) for _ in range(NUM_ROOMS)]
+        self._left = threading.Condition()  # one of them may be used again
+        self._closed = False
+        super().__init__(control, stream)
 
-    async def close(self, reason: str) -> None:
-        self._end.come(reason)
+    def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
+        self._end.check()
+        return self._stream.write(partial(self._load, num_bytes, fill))
+
+    async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
+        if payload is None:
+            await super().send(frame)
+            return
+
+        def copy(room: memoryview) -> Frame:
+            room[:] = payload
+            return frame
+
+        await asyncio.shield(self.load(payload.nbytes, copy))
+
+    def _load(self, num_bytes: int, fill: Fill) -> None:
+        """On the writer's thread."""
+        with self._left:
+            self._left.wait_for(lambda: self._rooms or self._closed)
+            if self._closed:
+                raise LinkClosed(self._end.reason or "the link is closed")
+            room = self._rooms.pop()
+        if room.nbytes < num_bytes:
+            room = np.empty(num_bytes, dtype=np.uint8)
+        payload = room[:num_bytes].data
+        frame = None
+        try:
+            frame = fill(payload)
+        finally:
+            if frame is None:
+                self._leave(room, None)
+        if frame is not None:
+            self._pair.send(payload, partial(self._leave, room))
+            self._stream.write_now(frame, None, num_bytes, GROUP)
+
+    def _leave(self, room: "np.ndarray[tuple[int], np.dtype[np.uint8]]", error: object) -> None:
+        """Any thread: the group looks at `room` no more."""
+        with self._left:
+            self._rooms.append(room)
+            self._left.notify()
+        if error is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                reason = f"a payload did not leave: {error}"
+                self._loop.call_soon_threadsafe(self._socket_ended, reason)
+
+    def _over(self, reason: str) -> None:
+        with self._left:
+            self._closed = True
+            self._left.notify_all()
         self._pair.close()
-        await self._control.close(reason)
+        super()._over(reason)
 
 
-class PrefillDistLink(DistLink):
-    def __init__(self, control: Link, pair: PairGroup) -> None:
-        super().__init__(control, pair)
-        self._sending = asyncio.Lock()
+class DecodeDistLink(SocketLink):
+    def __init__(self, control: Link, stream: FrameSocket, pair: PairGroup) -> None:
+        self._pair = pair
         self._staging = Staging()
-        self._closing: asyncio.Task[None] | None = None
+        super().__init__(control, stream)
 
-    async def lend(self, num_bytes: int) -> memoryview | None:
-        return self._staging.take(num_bytes)  # the pair's thread holds it until it has left
-
-    async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
-        self._end.check()
-        # To its end, even if the caller is cancelled: half a chunk would shift all that follow.
-        await self._end.unless(self._send_in_turn(frame, payload), abandon=True)
-
-    async def recv(self) -> tuple[Frame, memoryview | None]:
-        try:
-            return await self._end.unless(self._control.recv())
-        except LinkClosed as closed:
-            self._end.come(str(closed))
-            self._pair.close()
-            raise
-
-    async def close(self, reason: str) -> None:
-        await self._control.close(reason)  # first: `recv` still reads what the other end answers
-        await super().close(reason)
-
-    async def _send_in_turn(self, frame: Frame, payload: memoryview | None) -> None:
-        async with self._sending:
-            self._end.check()
-            if payload is not None:
-                self._pair.send(payload).add_done_callback(self._sent)
-            await self._control.send(frame)
-
-    def _sent(self, done: "asyncio.Future[None]") -> None:
-        error = None if done.cancelled() else done.exception()
-        if error is not None and self._end.reason is None and self._closing is None:
-            reason = f"a payload did not leave: {error}"
-            self._closing = asyncio.create_task(self.close(reason))
-
-
-class DecodeDistLink(DistLink):
-    def __init__(self, control: Link, pair: PairGroup) -> None:
-        super().__init__(control, pair)
-        self._ahead: asyncio.Queue[tuple[Frame, asyncio.Future[memoryview] | None]]
-        self._ahead = asyncio.Queue(MAX_AHEAD)
-        self._reader = asyncio.create_task(self._read())
-
-    async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
-        assert payload is None, "payloads go from prefill to decode"
-        self._end.check()
-        await self._control.send(frame)
-
-    async def recv(self) -> tuple[Frame, memoryview | None]:
-        if self._ahead.empty():
-            frame, coming = await self._end.unless(self._ahead.get())
-        else:  # what was sent before the end still arrives
-            frame, coming = self._ahead.get_nowait()
-        if coming is None:
-            return frame, None
-        try:
-            return frame, await self._end.unless(coming)
-        except RuntimeError as error:
-            reason = f"a payload did not come: {error}"
-            await self.close(reason)
-            raise LinkClosed(reason) from error
-
-    async def close(self, reason: str) -> None:
-        await super().close(reason)
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-
-    async def _read(self) -> None:
-        try:
-            while True:
-                frame, _ = await self._control.recv()
-                await self._ahead.put((frame, self._announced(frame)))
-        except LinkClosed as closed:
-            self._end.come(str(closed))
-            self._pair.close()
-
-    def _announced(self, frame: Frame) -> "asyncio.Future[memoryview] | None":
-        if not frame.HasField("chunk"):
-            return None
-        num_bytes = frame.chunk.payload_bytes
+    def _take(self, frame: bytes, num_bytes: int, place: int, payload: memoryview | None) -> None:
+        if place != GROUP:
+            super()._take(frame, num_bytes, place, payload)
+            return
         if not 0 < num_bytes <= MAX_PAYLOAD_BYTES:
-            raise LinkClosed(f"a chunk of {num_bytes} bytes was announced")
-        return self._pair.recv(num_bytes)
+            raise LinkClosed(f"a payload of {num_bytes} bytes was announced")
+        self._put_ahead(parse_frame(frame), self._pair.recv(self._staging.take(num_bytes)))
+
+    def _over(self, reason: str) -> None:
+        self._pair.close()
+        super()._over(reason)
 
 
 class DistConnector:
@@ -148,8 +132,12 @@ class DistConnector:
         meet = Rendezvous(self._store.host, self._store.port, name)
         greeting.rendezvous = str(meet)
         control = await self._control.connect(address, greeting)
-        pair = await _join(PREFILL, control, meet, self._host, self._wire, self._timeout_s)
-        return PrefillDistLink(control, pair)
+        sock = await call(control, self._timeout_s)
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            pair = await _join(PREFILL, control, meet, self._host, self._wire, self._timeout_s)
+            undo.pop_all()
+        return PrefillDistLink(control, at_once(sock), pair)
 
     def close(self) -> None:
         """Let go of the store; links already open go on without it."""
@@ -170,8 +158,12 @@ class DistAcceptor:
             await control.close(str(error))
             raise LinkClosed(str(error)) from error
         wire = control.hello.wire
-        pair = await _join(DECODE, control, meet, self._host, wire, self._timeout_s)
-        return DecodeDistLink(control, pair)
+        sock = await await_caller(control, listen_tcp(self._host), self._timeout_s)
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            pair = await _join(DECODE, control, meet, self._host, wire, self._timeout_s)
+            undo.pop_all()
+        return DecodeDistLink(control, at_once(sock), pair)
 
 
 async def _join(

@@ -9,30 +9,32 @@ Every message is a header, a frame, and perhaps a payload:
 
 Small messages leave and arrive on the event loop. Payloads are written and read whole, each by one
 blocking call on a thread: the loop would be woken for every few kilobytes, and each time would have
-to take the interpreter's lock from whoever computes.
+to take the interpreter's lock from whoever computes. The thread that writes a payload may build it,
+too, in memory that it alone uses again and again.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
 import socket
 import struct
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 
 from protos.transfer_pb2 import Frame
-from transport.link import LinkClosed, heed
+from transport.link import Fill, LinkClosed, heed
 from transport.staging import Staging
+from transport.threads import Threads
 
 HEADER = struct.Struct("<IIi")
 INLINE, RETURN = -1, -2
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 64 << 20  # of one chunk: a frame that announces more is no chunk of ours
+MAX_ARRIVED = 8  # messages read before the loop looks at them
 
 Take = Callable[[bytes, int, int, memoryview | None], None]  # frame, payload_bytes, place, payload
 
@@ -44,14 +46,17 @@ class FrameSocket:
         sock.setblocking(True)  # the threads block; the loop asks with MSG_DONTWAIT
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._writer = ThreadPoolExecutor(1, "kv-socket-write")
-        self._reader = ThreadPoolExecutor(1, "kv-socket-read")
-        self._num_writing = 0  # messages that the writer has yet to write
+        self._writer = Threads(1, "kv-socket-write")
+        self._reader = Threads(1, "kv-socket-read")
+        self._room = memoryview(b"")  # in which payloads are built
         self._staging = Staging()
         self._header = memoryview(bytearray(HEADER.size))
         self._frame: memoryview | None = None  # the one being read, once its header is
         self._rest = self._header  # what is still to be read of it
         self._about = (0, 0, INLINE)
+        self._arrived: deque[tuple[bytes, int, int, memoryview | None]] = deque()
+        self._told = False  # that the loop is to hand on what has arrived
+        self._reading = False  # a thread does
         self._watched = False
         self._paused = False
         self._open = True
@@ -75,7 +80,7 @@ class FrameSocket:
         if not self._open:
             raise LinkClosed("the socket is closed")
         head = HEADER.pack(len(frame), payload_bytes, place) + frame
-        if payload is None and not self._num_writing:
+        if payload is None and not self._writer.num_waiting:
             sent = self._send_now(head)
             if sent == len(head):
                 return None
@@ -84,8 +89,29 @@ class FrameSocket:
             [memoryview(head), payload] if payload is not None else [memoryview(head)]
         )
 
-    def stage(self, num_bytes: int) -> memoryview:
-        return self._staging.take(num_bytes)
+    def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
+        """Send what `fill` builds, after all that was sent before. Raises LinkClosed."""
+        return self.write(partial(self._load, num_bytes, fill))
+
+    def write(self, work: Callable[[], None]) -> "asyncio.Future[None]":
+        """Have `work` call `write_now` on the writer's thread, after all that was sent before.
+
+        What comes next waits until it has returned, even if the caller does not: nothing must slip
+        into the middle of it. Raises LinkClosed.
+        """
+        if not self._open:
+            raise LinkClosed("the socket is closed")
+        written = self._writer.do(work)
+        written.add_done_callback(heed)
+        return written
+
+    def write_now(
+        self, frame: Frame, payload: memoryview | None, payload_bytes: int, place: int = INLINE
+    ) -> None:
+        """Only within `write`."""
+        raw = frame.SerializeToString()
+        head = memoryview(HEADER.pack(len(raw), payload_bytes, place) + raw)
+        self._write([head] if payload is None else [head, payload])
 
     def pause(self) -> None:
         """Take no more until `resume`; the other end feels it once the buffers are full."""
@@ -108,8 +134,8 @@ class FrameSocket:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._watch(False)
-        self._writer.shutdown(wait=True)  # both return at once from a socket that is shut down
-        self._reader.shutdown(wait=True)
+        self._writer.stop()  # both return at once from a socket that is shut down
+        self._reader.stop()
         self._sock.close()
 
     # writing
@@ -123,23 +149,16 @@ class FrameSocket:
             raise LinkClosed(f"the socket broke: {error}") from error
 
     def _write_soon(self, pieces: list[memoryview]) -> Awaitable[None]:
-        """Write after what is being written. Counted until the thread has ended, not until its
-        caller has stopped waiting: what comes next must not slip into the middle of it.
-        """
-        self._num_writing += 1
-        writing = self._writer.submit(self._write, pieces)
-        writing.add_done_callback(self._tell_written)
-        written = asyncio.wrap_future(writing)
-        written.add_done_callback(heed)
-        return written
+        return self.write(partial(self._write, pieces))
 
-    def _tell_written(self, writing: "concurrent.futures.Future[None]") -> None:
-        """On the writer's thread, or the loop's when it was cancelled before it began."""
-        with contextlib.suppress(RuntimeError):  # the loop has closed
-            self._loop.call_soon_threadsafe(self._written)
-
-    def _written(self) -> None:
-        self._num_writing -= 1
+    def _load(self, num_bytes: int, fill: Fill) -> None:
+        """On the writer's thread."""
+        if self._room.nbytes < num_bytes:
+            self._room = np.empty(num_bytes, dtype=np.uint8).data
+        room = self._room[:num_bytes]
+        frame = fill(room)
+        if frame is not None:
+            self.write_now(frame, room, num_bytes)
 
     def _write(self, pieces: list[memoryview]) -> None:
         """On the writer's thread."""
@@ -156,60 +175,97 @@ class FrameSocket:
     # reading
 
     def _read_on(self) -> None:
-        """Take all that is there; then watch for more, unless a thread reads or we are paused."""
+        """On the loop, unless a thread reads: take all that is there."""
+        if self._reading or not self._open:
+            return
         try:
-            while self._open and not self._paused:
-                num_bytes = self._sock.recv_into(self._rest, 0, socket.MSG_DONTWAIT)
-                if not num_bytes:
-                    raise LinkClosed("the other end closed the socket")
-                self._rest = self._rest[num_bytes:]
-                if not self._rest and not self._go_on():
-                    break
-            self._watch(False)
+            self._go_on(self._advance())
         except BlockingIOError:
-            self._watch(True)
+            self._go_on(None, dry=True)
         except (OSError, LinkClosed) as error:
-            self._watch(False)
-            self._ended(str(error))
+            self._go_on(None, over=error)
 
-    def _go_on(self) -> bool:
-        """After a whole header or frame. Returns whether the loop reads what comes next."""
-        if self._frame is None:
-            self._about = frame_bytes, payload_bytes, _ = HEADER.unpack(self._header)
-            if frame_bytes > MAX_FRAME_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-                raise LinkClosed(
-                    f"a message of {frame_bytes} + {payload_bytes} bytes was announced"
-                )
-            self._frame = self._rest = memoryview(bytearray(frame_bytes))
-            if frame_bytes:
-                return True
-        _, payload_bytes, place = self._about
-        if place == INLINE and payload_bytes:
-            self._watch(False)
-            payload = self._staging.take(payload_bytes)
-            reading = self._loop.run_in_executor(self._reader, self._read, payload)
-            reading.add_done_callback(partial(self._payload_read, payload))
-            return False
-        self._deliver(None)
-        return True
+    def _read_payloads(self, payload: memoryview) -> None:
+        """On the reader's thread: this payload, and all that is there behind it."""
+        room: memoryview | None = payload
+        del payload
+        while room is not None:
+            self._read(room)
+            self._arrive(room)
+            del room
+            if not self._told:
+                self._told = True
+                with contextlib.suppress(RuntimeError):  # the loop has closed
+                    self._loop.call_soon_threadsafe(self._tell)
+            room = self._advance()
 
-    def _payload_read(self, payload: memoryview, reading: "asyncio.Future[None]") -> None:
-        if reading.cancelled() or not self._open:
+    def _payloads_read(self, reading: "asyncio.Future[None]") -> None:
+        self._reading = False
+        error = reading.exception()
+        if isinstance(error, BlockingIOError):
+            self._go_on(None, dry=True)
+        else:
+            self._go_on(None, over=error)
+
+    def _go_on(
+        self, payload: memoryview | None, *, dry: bool = False, over: BaseException | None = None
+    ) -> None:
+        """On the loop: what has come is told, and a thread reads the `payload` that comes now."""
+        over = self._tell() or over
+        if not self._open:
             return
-        try:
-            reading.result()
-            self._deliver(payload)
-        except (OSError, LinkClosed) as error:
-            self._ended(str(error))
-            return
-        del payload, reading
-        self._read_on()
+        self._watch(dry and over is None)
+        if over is not None:
+            self._ended(str(over))
+        elif payload is not None:
+            self._reading = True
+            reading = self._reader.do(partial(self._read_payloads, payload))
+            reading.add_done_callback(self._payloads_read)
+        elif not dry and not self._paused:
+            self._loop.call_soon(self._read_on)
 
-    def _deliver(self, payload: memoryview | None) -> None:
+    def _advance(self) -> memoryview | None:
+        """Take messages without an inline payload; room for the first that has one.
+
+        None when it is enough for now. Raises BlockingIOError when there are no more.
+        """
+        while self._open and not self._paused and len(self._arrived) < MAX_ARRIVED:
+            num_bytes = self._sock.recv_into(self._rest, 0, socket.MSG_DONTWAIT)
+            if not num_bytes:
+                raise LinkClosed("the other end closed the socket")
+            self._rest = self._rest[num_bytes:]
+            if self._rest:
+                continue
+            if self._frame is None:
+                self._about = frame_bytes, payload_bytes, _ = HEADER.unpack(self._header)
+                if frame_bytes > MAX_FRAME_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+                    raise LinkClosed(
+                        f"a message of {frame_bytes} + {payload_bytes} bytes was announced"
+                    )
+                self._frame = self._rest = memoryview(bytearray(frame_bytes))
+                if frame_bytes:
+                    continue
+            _, payload_bytes, place = self._about
+            if place == INLINE and payload_bytes:
+                return self._staging.take(payload_bytes)
+            self._arrive(None)
+        return None
+
+    def _arrive(self, payload: memoryview | None) -> None:
         frame, (_, payload_bytes, place) = self._frame, self._about
         assert frame is not None, "a message without its frame"
         self._frame, self._rest = None, self._header
-        self._take(bytes(frame), payload_bytes, place, payload)
+        self._arrived.append((bytes(frame), payload_bytes, place, payload))
+
+    def _tell(self) -> LinkClosed | None:
+        """On the loop: hand on what has arrived; why it cannot be, if so."""
+        self._told = False  # first: what arrives from here on may be missed below
+        try:
+            while self._arrived:
+                self._take(*self._arrived.popleft())
+        except LinkClosed as error:
+            return error
+        return None
 
     def _read(self, view: memoryview) -> None:
         """On the reader's thread."""

@@ -5,7 +5,9 @@ It also carries the frames of wires whose payloads go elsewhere.
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import cast
 
 import grpc
@@ -13,9 +15,9 @@ import grpc.aio
 
 from protos.transfer_pb2 import Frame, Hello, Welcome
 from transport.grpc_options import channel_options
-from transport.joined import Message, join, split
-from transport.link import Ending, LinkClosed, LinkRefused
-from transport.staging import Staging
+from transport.joined import Message, Unsent, join, split
+from transport.link import Ending, Fill, LinkClosed, LinkRefused
+from transport.threads import Threads
 
 HANGUP_S = 1.0  # for the other end to read what was sent before we hang up
 
@@ -23,9 +25,11 @@ _STREAM_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 LINK = "/kvferry.v1.Transfer/Link"
 
-Call = grpc.aio.StreamStreamCall[Message, Message]
+Call = grpc.aio.StreamStreamCall[Message | bytes, Message]
 Read = Callable[[], Awaitable[object]]
-Write = Callable[[Message], Awaitable[None]]
+Write = Callable[[Message | bytes], Awaitable[None]]
+
+MAX_UNSENT = 3  # messages kept to be used again
 
 
 class GrpcLink:
@@ -61,7 +65,7 @@ class GrpcLink:
     async def close(self, reason: str) -> None:
         self.end.come(reason)
 
-    async def _write_alone(self, message: Message) -> None:
+    async def _write_alone(self, message: Message | bytes) -> None:
         async with self._writing:  # a stream takes one message at a time
             self.end.check()
             try:
@@ -77,11 +81,12 @@ class GrpcClientLink(GrpcLink):
         super().__init__(call.read, call.write, hello)
         self._channel = channel
         self._call = call
-        self._staging = Staging()
+        self._builder = Threads(1, "kv-grpc-build")
+        self._unsent: deque[tuple[int, Unsent]] = deque(maxlen=MAX_UNSENT)
         self._num_reading = 0
 
-    async def lend(self, num_bytes: int) -> memoryview | None:
-        return self._staging.take(num_bytes)  # `send` copies
+    def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
+        return asyncio.create_task(self._load_unless_ended(num_bytes, fill))
 
     async def recv(self) -> tuple[Frame, memoryview | None]:
         self._num_reading += 1
@@ -89,6 +94,18 @@ class GrpcClientLink(GrpcLink):
             return await super().recv()
         finally:
             self._num_reading -= 1
+
+    async def _load_unless_ended(self, num_bytes: int, fill: Fill) -> None:
+        await self.end.unless(self._load(num_bytes, fill), abandon=True)
+
+    async def _load(self, num_bytes: int, fill: Fill) -> None:
+        size, unsent = self._unsent.popleft() if self._unsent else (-1, None)
+        if unsent is None or size != num_bytes:
+            unsent = Unsent(num_bytes)
+        frame = await self._builder.do(partial(fill, unsent.payload))
+        if frame is not None:
+            await self._write_alone(unsent.message(frame))
+        self._unsent.append((num_bytes, unsent))
 
     async def close(self, reason: str) -> None:
         """Hang up once the other end has read what was sent, or after a moment."""
@@ -100,6 +117,7 @@ class GrpcClientLink(GrpcLink):
                         await self.recv()
                     await self.end.wait()
         self.end.come(reason)
+        self._builder.stop()
         self._call.cancel()
         await self._channel.close(None)
 
@@ -122,7 +140,7 @@ class GrpcConnector:
         greeting.CopyFrom(hello)
         greeting.wire = greeting.wire or self._wire
         channel = self._open_channel(address)
-        dial = channel.stream_stream(LINK, request_serializer=join, response_deserializer=split)
+        dial = channel.stream_stream(LINK, request_serializer=_written, response_deserializer=split)
         call = cast(Callable[[], Call], dial)()
         link = GrpcClientLink(channel, call, greeting)
         try:
@@ -140,6 +158,10 @@ class GrpcConnector:
             raise
         link.welcome = answer.welcome
         return link
+
+
+def _written(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else join(message)
 
 
 def _open_channel(address: str) -> grpc.aio.Channel:

@@ -3,7 +3,12 @@
 Protobuf merges a submessage that comes twice. So a Chunk's payload is written as a second `chunk`
 that holds nothing else, behind the frame as protobuf writes it: any reader of the schema
 understands the message, and ours takes the payload out as it lies there.
+
+A payload may also be built where it lies in its message, before there is a frame: room is left in
+front, and what the frame does not need is filled with a field that every reader skips.
 """
+
+import ctypes
 
 from protos.transfer_pb2 import Chunk, Frame
 
@@ -12,6 +17,15 @@ Message = tuple[Frame, memoryview | None]
 _LENGTH_DELIMITED = 2
 _CHUNK = Frame.CHUNK_FIELD_NUMBER << 3 | _LENGTH_DELIMITED  # both tags are a single byte
 _PAYLOAD = Chunk.PAYLOAD_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_PADDING = bytes([0xFA, 0x7F])  # of field 2047, which no frame has
+
+# gRPC takes nothing but bytes, and Python's C API lets who has just made some fill them.
+_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+_address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(
+    ("PyBytes_AsString", ctypes.pythonapi)
+)
 
 
 def join(message: Message) -> bytes:
@@ -22,6 +36,33 @@ def join(message: Message) -> bytes:
     inner = bytes([_PAYLOAD]) + _number(payload.nbytes)
     outer = bytes([_CHUNK]) + _number(len(inner) + payload.nbytes)
     return b"".join((frame.SerializeToString(), outer, inner, payload))
+
+
+class Unsent:
+    """The memory of a message whose payload is built in it; whoever sends it copies it."""
+
+    def __init__(self, payload_bytes: int) -> None:
+        inner = bytes([_PAYLOAD]) + _number(payload_bytes)
+        outer = bytes([_CHUNK]) + _number(len(inner) + payload_bytes) + inner
+        self._front_bytes = 1024 + payload_bytes // 256  # a digest for every 2 KiB, and more
+        size = self._front_bytes + len(outer) + payload_bytes
+        self._raw: bytes = _new_bytes(None, size)
+        address = _address_of(self._raw)
+        self._memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        self._memory[self._front_bytes : size - payload_bytes] = outer
+        self.payload = self._memory[size - payload_bytes :]
+
+    def message(self, frame: Frame) -> bytes:
+        """As `join` would make it; to be forgotten before the next payload is built here."""
+        head = frame.SerializeToString()
+        length = self._front_bytes - len(head) - len(_PADDING) - 4
+        if length < 0:
+            return join((frame, self.payload))
+        last = length >> 21  # a number of four bytes, however small
+        groups = [length & 0x7F | 0x80, length >> 7 & 0x7F | 0x80, length >> 14 & 0x7F | 0x80, last]
+        padding = b"".join((_PADDING, bytes(groups), bytes(length)))
+        self._memory[: self._front_bytes] = padding + head
+        return self._raw
 
 
 def split(raw: bytes) -> Message:
@@ -43,10 +84,11 @@ def _payload_at(raw: bytes) -> tuple[int, memoryview] | None:
     """Where the chunk begins that holds only a payload and ends the message, if one does."""
     at = 0
     while at < len(raw):
-        start, tag = at, raw[at]
-        if tag & 7 != _LENGTH_DELIMITED or tag & 0x80:
+        start = at
+        at, tag = _varint(raw, at)
+        if tag & 7 != _LENGTH_DELIMITED:
             return None
-        at, length = _varint(raw, at + 1)
+        at, length = _varint(raw, at)
         end = at + length
         if end == len(raw) and tag == _CHUNK and start and raw[at : at + 1] == bytes([_PAYLOAD]):
             at, length = _varint(raw, at + 1)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,6 +17,7 @@ from transport.cell_runs import Cell, cells_of, runs_of
 from transport.incoming import Incoming
 from transport.orders import Receipt, ReceiptOrder
 from transport.port import Port
+from transport.threads import Threads
 
 
 class CellSink(Protocol):
@@ -74,7 +74,7 @@ class Landing:
 class Lander:
     """Copying threads at work for landings."""
 
-    def __init__(self, sink: CellSink, copiers: Executor) -> None:
+    def __init__(self, sink: CellSink, copiers: Threads) -> None:
         self._sink = sink
         self._copiers = copiers
 
@@ -83,7 +83,7 @@ class Lander:
     ) -> "asyncio.Future[Landed]":
         """`land` in a thread. The caller takes the job off `landing.jobs` when it is done."""
         work = partial(land, self._sink, landing, run, digests, payload)
-        job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
+        job = self._copiers.do(work)
         landing.jobs.add(job)
         return job
 

@@ -14,7 +14,7 @@ that pair shares it. What a wire promises:
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from protos.transfer_pb2 import Frame, Hello, Welcome
@@ -47,12 +47,19 @@ class Link(Protocol):
         """End the link at both ends. Frames already sent may still arrive."""
 
 
-@runtime_checkable
-class Lender(Protocol):
-    """A prefill end that has a better place for the next payload than new memory."""
+Fill = Callable[[memoryview], Frame | None]
 
-    async def lend(self, num_bytes: int) -> memoryview | None:
-        """Room to build a payload in, to be given to `send` as it is, or dropped."""
+
+@runtime_checkable
+class Loader(Protocol):
+    """A prefill end that has payloads built where they leave from, on a thread of its own."""
+
+    def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
+        """Let `fill` build a payload of `num_bytes`, and send it and the frame that it answers,
+        after all that was sent before; nothing, when it answers None.
+
+        Done when `send` would return, or with what `fill` raised. Who stops waiting stops nothing.
+        """
 
 
 class Connector(Protocol):

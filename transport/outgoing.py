@@ -77,11 +77,12 @@ class _Flight:
 class _Waiting:
     layer: int
     first_block: int
-    block_ids: deque[int]
+    block_ids: list[int]
     tail_tokens: int | None
 
     def take(self, count: int) -> Run:
-        ids = tuple(self.block_ids.popleft() for _ in range(count))
+        ids = tuple(self.block_ids[:count])
+        del self.block_ids[:count]
         run = Run(self.layer, self.first_block, ids, None if self.block_ids else self.tail_tokens)
         self.first_block += count
         return run
@@ -139,7 +140,7 @@ class OutgoingPair:
             last.block_ids.extend(run.block_ids)
             last.tail_tokens = run.tail_tokens
             return
-        waiting = _Waiting(run.layer, run.first_block, deque(run.block_ids), run.tail_tokens)
+        waiting = _Waiting(run.layer, run.first_block, list(run.block_ids), run.tail_tokens)
         self._waiting.append(waiting)
         self._last_of[run.layer] = waiting
 

@@ -4,8 +4,9 @@ The members meet in a store of the prefill rank's, which listens where we tell i
 used once. No global group exists and no other pair takes part, so when one end dies, the other's
 calls fail, and that is all. Messages go from rank 0 to rank 1 and arrive in order.
 
-Calls into a group may block. They run on two threads of the pair: one posts, in order, and one
-waits, in the same order, so that several messages are under way at once.
+Calls into a group may block. Whoever sends does so on a thread of its own; what is to come is
+posted by one thread of the pair; and one waits for both, in order, so that several messages are
+under way at once.
 """
 
 import asyncio
@@ -92,26 +93,49 @@ class PairGroup:
         group = await _in_own_thread(lambda: _build(rank, meet, host, backend, timeout_s))
         return cls(group, torch.device("cuda" if backend == "nccl" else "cpu"), timeout_s)
 
-    def send(self, payload: memoryview) -> "asyncio.Future[None]":
-        """Done when the payload has left. Order is the order of the calls."""
+    def send(self, payload: memoryview, left: Callable[[Exception | None], None]) -> None:
+        """Begin to send, in the order of the calls. Another thread says when the payload has left,
+        or why it has not; until then its bytes must not change.
+        """
+        raw = np.frombuffer(payload, dtype=np.uint8)
+        if not raw.flags.writeable:
+            raw = raw.copy()  # torch has no tensors that are only read
+        group = self._open_group()
+        tensor = torch.from_numpy(raw).to(self._device)
+        work = group.send([tensor], DECODE, self._next_tag())
 
-        def post(group: Any, tag: int) -> tuple[Any, Any]:
-            raw = np.frombuffer(payload, dtype=np.uint8)
-            if not raw.flags.writeable:
-                raw = raw.copy()  # torch has no tensors that are only read
-            tensor = torch.from_numpy(raw).to(self._device)
-            return group.send([tensor], DECODE, tag), tensor
+        def wait() -> None:
+            error = None
+            try:
+                self._wait(work)
+            except Exception as caught:
+                error = caught
+            left(error)
 
-        return self._run(post, lambda tensor: None)
+        self._waiting.submit(wait)
 
-    def recv(self, num_bytes: int) -> "asyncio.Future[memoryview]":
-        """Done when the next payload has come. Order is the order of the calls."""
+    def recv(self, room: memoryview) -> "asyncio.Future[memoryview]":
+        """Done when the next payload has come into `room`. Order is the order of the calls."""
+        tag = self._next_tag()
 
-        def post(group: Any, tag: int) -> tuple[Any, Any]:
-            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        def post(group: Any) -> tuple[Any, torch.Tensor]:
+            tensor = torch.from_numpy(np.asarray(room))
+            if self._device.type != "cpu":
+                tensor = torch.empty_like(tensor, device=self._device)
             return group.recv([tensor], PREFILL, tag), tensor
 
-        return self._run(post, lambda tensor: tensor.cpu().numpy().data)
+        posted = self._posting.submit(post, self._open_group())
+
+        def wait() -> memoryview:
+            work, tensor = posted.result()
+            self._wait(work)
+            if self._device.type != "cpu":
+                torch.from_numpy(np.asarray(room)).copy_(tensor)
+            return room
+
+        done = asyncio.get_running_loop().run_in_executor(self._waiting, wait)
+        done.add_done_callback(heed)
+        return done
 
     def close(self) -> None:
         """Cut the connection; a call under way fails at the latest when its time is up."""
@@ -119,24 +143,19 @@ class PairGroup:
         self._posting.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
 
-    def _run(
-        self, post: Callable[[Any, int], tuple[Any, Any]], result: Callable[[Any], T]
-    ) -> "asyncio.Future[T]":
+    def _wait(self, work: Any) -> None:
+        work.wait(self._timeout)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _open_group(self) -> Any:
         if self._group is None:
             raise LinkClosed("the pair's group is closed")
+        return self._group
+
+    def _next_tag(self) -> int:
         self._num_messages += 1
-        posted = self._posting.submit(post, self._group, self._num_messages)
-
-        def wait() -> T:
-            work, tensor = posted.result()
-            work.wait(self._timeout)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            return result(tensor)
-
-        done = asyncio.get_running_loop().run_in_executor(self._waiting, wait)
-        done.add_done_callback(heed)
-        return done
+        return self._num_messages
 
 
 async def _in_own_thread(work: Callable[[], T]) -> T:

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 from protos.transfer_pb2 import Frame
-from transport.link import Lender, Link, LinkClosed
+from transport.link import Fill, Link, LinkClosed, Loader, heed
+from transport.threads import Threads
 
 MAX_POSTED = 4096  # frames the other end has not taken: it does not read
 
@@ -20,10 +22,11 @@ class Port:
         self.link = link
         self.open = True
         self.room = asyncio.Semaphore(max_staged_chunks)  # for payloads not yet scattered
-        self._lender = link if isinstance(link, Lender) else None
+        self._loader = link if isinstance(link, Loader) else None
         self._send_timeout_s = send_timeout_s
         self._posted: deque[Frame] = deque()
         self._stirred = asyncio.Event()
+        self._cuts: set[asyncio.Task[None]] = set()
 
     def post(self, frame: Frame) -> None:
         """Send `frame` after those posted before; it is lost if the link breaks."""
@@ -31,16 +34,22 @@ class Port:
             self._posted.append(frame)
             self._stirred.set()
 
-    async def lend(self, num_bytes: int) -> memoryview | None:
-        """Room of the wire's to build a payload in; None when any memory will do."""
-        if self._lender is None:
-            return None
-        async with self._in_time():
-            return await self._lender.lend(num_bytes)
+    async def load(self, num_bytes: int, fill: Fill, threads: Threads) -> None:
+        """Send a payload of `num_bytes` with its frame, built by `fill` on a thread: one of the
+        wire's if it has any, else one of `threads`. Returns once the wire has taken it.
 
-    async def send(self, frame: Frame, payload: memoryview) -> None:
-        """Returns once the wire has taken the frame. Raises LinkClosed."""
-        await self._send(frame, payload)
+        Raises LinkClosed, and what `fill` raises.
+        """
+        if self._loader is not None:
+            with self._in_time():
+                loading = self._loader.load(num_bytes, fill)
+                loading.add_done_callback(heed)
+                await loading
+            return
+        room = memoryview(bytearray(num_bytes))
+        frame = await threads.do(partial(fill, room))
+        if frame is not None:
+            await self._send(frame, room)
 
     async def run(self, handle: Handle) -> str:
         """Read until the link closes, and say why it did. Frames are handled one at a time."""
@@ -96,19 +105,21 @@ class Port:
         await self._send(self._posted.popleft(), None)
 
     async def _send(self, frame: Frame, payload: memoryview | None) -> None:
-        async with self._in_time():
+        with self._in_time():
             await self.link.send(frame, payload)
 
-    @contextlib.asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """A link that takes nothing for too long is closed, which ends what waits for it."""
+        loop = asyncio.get_running_loop()
+        overdue = loop.call_later(self._send_timeout_s, self._stuck)
         try:
-            async with asyncio.timeout(self._send_timeout_s):
-                yield
-        except TimeoutError:
-            self.open = False
-            reason = f"no frame left in {self._send_timeout_s:g} s"
-            await self.link.close(reason)
-            raise LinkClosed(reason) from None
+            yield
         except LinkClosed:
             self.open = False  # whoever looks for a link finds out before `run` has ended
             raise
+        finally:
+            overdue.cancel()
+
+    def _stuck(self) -> None:
+        self.cut(f"no frame left in {self._send_timeout_s:g} s", self._cuts)

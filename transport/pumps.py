@@ -1,7 +1,5 @@
-"""From a sealed run to the wire: pumps cut what credit allows, and copying threads gather it."""
+"""From a sealed run to the wire: pumps cut what credit allows, a thread gathers and sends it."""
 
-import asyncio
-from concurrent.futures import Executor
 from functools import partial
 
 from kvcache.kept_digests import BlockRotten
@@ -13,8 +11,9 @@ from transport.orders import Code, TransferFailed
 from transport.outgoing import Part
 from transport.peers import Peers
 from transport.port import Port
+from transport.threads import Threads
 
-PUMPS = 2  # per pair: one gathers while the chunk of the other is handed to the wire
+PUMPS = 3  # per pair: the wire's thread shall always have another chunk to begin with
 
 
 class Pumps:
@@ -25,7 +24,7 @@ class Pumps:
         departures: Departures,
         peers: Peers,
         store: CellSource,
-        copiers: Executor,
+        copiers: Threads,
         clock: Clock,
     ) -> None:
         self.counts = departures.counts
@@ -113,24 +112,13 @@ class Pumps:
         pair = departure.outgoing.pairs[rank]
         heads = part.heads or pair.heads
         block_bytes = departure.shape.layers[part.run.layer].block_bytes(len(heads))
-        room = await port.lend(len(part.run.block_ids) * block_bytes)
-        work = partial(gather, self._store, departure, heads, part, room)
-        job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
-        departure.gathers.add(job)
-        departure.book.gathering(rank, part.seq)
-        job.add_done_callback(lambda _: departure.book.gathered(rank, part.seq))
-        job.add_done_callback(departure.gathers.discard)
-        gathered = await asyncio.shield(job)  # a cancelled pump leaves the thread to `_drain`
-        if gathered is None:
-            return
-        frame, payload = gathered
-        del room, work, job, gathered  # the wire knows by their end that nobody has them any more
+        num_bytes = len(part.run.block_ids) * block_bytes
         if departure.began_at is None:
             departure.began_at = self._clock.now()
-        departure.book.sent(rank, frame.chunk)
-        await port.send(frame, payload)
+        fill = partial(gather, self._store, departure, rank, heads, part)
+        await port.load(num_bytes, fill, self._copiers)
         if not part.heads:
             pair.sent(part.seq, self._clock.now())
         self.counts.chunks += 1
-        self.counts.bytes += payload.nbytes
+        self.counts.bytes += num_bytes
         departure.outgoing.advance()

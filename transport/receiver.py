@@ -9,7 +9,6 @@ may be used again at once. One task with its own timer ends what nobody else end
 
 import asyncio
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -29,6 +28,7 @@ from transport.mender import Mender
 from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey
 from transport.port import Port
 from transport.pull import GrpcPuller, Puller
+from transport.threads import Threads
 
 
 class Receiver:
@@ -48,7 +48,7 @@ class Receiver:
         self.identity = identity
         self._manifest_digest = manifest_digest
         self._config = config = config or TransportConfig()
-        self._copiers = ThreadPoolExecutor(config.copy_threads, "kv-scatter")
+        self._copiers = Threads(config.copy_threads, "kv-scatter")
         self.ledger = ledger or own_ledger(identity, "decode")
         self._arrivals = Arrivals(identity, kv_heads, store.spec, clock, config, self.ledger)
         lander = Lander(store, self._copiers)
@@ -168,7 +168,7 @@ class Receiver:
         await asyncio.gather(*(port.hang_up(f"{self.identity} stops") for port in self._ports))
         await asyncio.gather(*(event.wait() for event in gone))
         await asyncio.gather(*self._arrivals.cuts)
-        self._copiers.shutdown()
+        self._copiers.stop()
 
     async def _reap(self) -> None:
         while True:

@@ -12,7 +12,7 @@ from transport.grpc_wire import LINK, GrpcLink
 from transport.joined import Message, join, split
 from transport.link import Acceptor, LinkClosed, LinkRefused, Listener
 
-Context = grpc.aio.ServicerContext[Message, Message]
+Context = grpc.aio.ServicerContext[Message, Message | bytes]
 
 HELLO_TIMEOUT_S = 10.0
 

@@ -128,4 +128,6 @@ class Shape:
     def part_ids(self, block_table: Sequence[int], first: int, stop: int) -> list[int]:
         """The wire's blocks `first` to `stop` of a prompt that lies in our blocks `block_table`."""
         parts = self.parts
+        if parts == 1:
+            return list(block_table[first:stop])
         return [block_table[i // parts] * parts + i % parts for i in range(first, stop)]

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -38,6 +37,7 @@ from transport.outgoing import Run, cut
 from transport.peers import Peers
 from transport.port import Port
 from transport.pumps import Pumps
+from transport.threads import Threads
 
 
 class Shipper:
@@ -61,7 +61,7 @@ class Shipper:
         self._departures = Departures(
             identity, source_intervals, store.spec, clock, config, self.ledger
         )
-        self._copiers = ThreadPoolExecutor(config.copy_threads, "kv-gather")
+        self._copiers = Threads(config.copy_threads, "kv-gather")
         self._peers = Peers(
             identity,
             connectors,
@@ -110,7 +110,7 @@ class Shipper:
             await asyncio.shield(departure.drained.wait())
 
     def lend(self, key: ShipmentKey) -> Departure | None:
-        """The shipment, while its blocks may be read: add what reads them to its `gathers`."""
+        """The shipment, while its blocks may be read: who does is one of its `readers`."""
         return self._departures.lend(key)
 
     def seal(
@@ -154,7 +154,7 @@ class Shipper:
             self._departures.fail(departure, Code.UNAVAILABLE, f"{self.identity} stops")
         await asyncio.gather(*self._departures.endings)
         await self._peers.close(f"{self.identity} stops")
-        self._copiers.shutdown()
+        self._copiers.stop()
 
     def _admit(self, order: ShipmentOrder) -> Departure:
         departure = self._departures.begin(order)

@@ -1,24 +1,23 @@
 """Slots of memory that two processes of one host share, for payloads on their way.
 
-    free      the prefill end may lend it
-    lent      somebody builds a payload in it; dropped unsent, it is free again
+    free      the prefill end may take it
+    taken     a thread builds a payload in it
     posted    its number has been told to the decode end, which alone gives it back
 
 The memory has no name and no file: it is passed over a socket and gone with the last process that
 has it, whatever becomes of them. It cannot shrink, so no reader can be cut off within a read.
 """
 
-import asyncio
-import contextlib
 import fcntl
 import mmap
 import os
-import weakref
-from collections.abc import Callable
+import threading
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvcache.host_memory import huge_pages
 
 NUM_SLOTS = 16
 SLOT_BYTES = 4 << 20  # what nobody writes to takes no memory
@@ -40,7 +39,7 @@ class ShmRing:
         try:
             os.ftruncate(fd, NUM_SLOTS * SLOT_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            return cls(mmap.mmap(fd, NUM_SLOTS * SLOT_BYTES)), fd
+            return cls(huge_pages(mmap.mmap(fd, NUM_SLOTS * SLOT_BYTES))), fd
         except BaseException:
             os.close(fd)
             raise
@@ -53,7 +52,7 @@ class ShmRing:
                 raise ValueError(f"a ring of {os.fstat(fd).st_size} bytes")
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise ValueError("a ring that may shrink")
-            return cls(mmap.mmap(fd, NUM_SLOTS * SLOT_BYTES))
+            return cls(huge_pages(mmap.mmap(fd, NUM_SLOTS * SLOT_BYTES)))
         finally:
             os.close(fd)
 
@@ -61,68 +60,58 @@ class ShmRing:
         return self._slots[slot, :num_bytes]
 
 
-class Lender:
-    """The prefill end: who has which slot. On the event loop, but for what is dropped."""
+class Slots:
+    """The prefill end: who has which slot. Any thread."""
 
-    def __init__(self, ring: ShmRing) -> None:
-        self._ring = ring
-        self._loop = asyncio.get_running_loop()
+    def __init__(self) -> None:
         self._free = list(range(NUM_SLOTS))
-        self._lent: dict[int, int] = {}  # slot by the identity of its view
+        self._taken: set[int] = set()
         self._posted: set[int] = set()
-        self._freed = asyncio.Event()
+        self._changed = threading.Condition()
+        self._closed = False
 
-    def lend_now(self, num_bytes: int) -> memoryview | None:
-        """A slot, if one is free; it is free again when the view is dropped, unless posted."""
-        if not self._free:
-            return None
-        slot = self._free.pop()  # the last one given back: most likely still in a cache
-        view = self._ring.view(slot, num_bytes)
-        self._lent[id(view)] = slot
-        weakref.finalize(view, self._dropped, id(view)).atexit = False
-        return view.data
+    def take(self) -> int | None:
+        """Waits for a free slot; None once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._closed)
+            if self._closed:
+                return None
+            slot = self._free.pop()  # the last one given back: most likely still in a cache
+            self._taken.add(slot)
+            return slot
 
-    async def lend(self, num_bytes: int) -> memoryview:
-        """As soon as one is free."""
-        while (room := self.lend_now(num_bytes)) is None:
-            self._freed.clear()
-            await self._freed.wait()
-        return room
+    def post(self, slot: int) -> None:
+        """A taken slot is the other end's from now on."""
+        with self._changed:
+            self._taken.remove(slot)
+            self._posted.add(slot)
 
-    def has_lent(self, payload: memoryview) -> bool:
-        return id(payload.obj) in self._lent and payload.nbytes == payload.obj.nbytes  # type: ignore[attr-defined]
-
-    def post(self, payload: memoryview) -> int:
-        """The slot that `payload` was lent in; from now on it is the other end's."""
-        assert self.has_lent(payload), "a payload that was not built in a slot"
-        slot = self._lent.pop(id(payload.obj))
-        self._posted.add(slot)
-        return slot
+    def drop(self, slot: int) -> None:
+        """A taken slot is not posted after all."""
+        with self._changed:
+            self._taken.remove(slot)
+            self._put(slot)
 
     def give_back(self, slot: int) -> bool:
         """Whether the slot was posted, so that its reader may give it back."""
-        if slot not in self._posted:
-            return False
-        self._posted.remove(slot)
-        self._put(slot)
-        return True
+        with self._changed:
+            if slot not in self._posted:
+                return False
+            self._posted.remove(slot)
+            self._put(slot)
+            return True
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def check(self) -> None:
-        slots = sorted([*self._free, *self._lent.values(), *self._posted])
+        with self._changed:
+            slots = sorted([*self._free, *self._taken, *self._posted])
         assert slots == list(range(NUM_SLOTS)), f"slots {slots}"
-
-    def _dropped(self, view_id: int) -> None:
-        """Any thread: the last look at a view is over."""
-        slot = self._lent.pop(view_id, None)
-        if slot is not None:
-            call_soon(self._loop, lambda: self._put(slot))
 
     def _put(self, slot: int) -> None:
         self._free.append(slot)
-        self._freed.set()
-
-
-def call_soon(loop: asyncio.AbstractEventLoop, what: Callable[[], object]) -> None:
-    """From any thread, also at the very end, when there is nobody left to call."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(what)
+        self._changed.notify()

@@ -12,9 +12,8 @@ import os
 import socket
 import weakref
 from collections import deque
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from protos.transfer_pb2 import Frame, Hello
 from transport.frame_socket import (
@@ -27,9 +26,9 @@ from transport.frame_socket import (
     peer_uid,
     unpack_slots,
 )
-from transport.link import Connector, Link, LinkClosed
+from transport.link import Connector, Fill, Link, LinkClosed
 from transport.meeting import await_caller, call, listen_unix
-from transport.shm_ring import NUM_SLOTS, SLOT_BYTES, Lender, ShmRing, call_soon
+from transport.shm_ring import NUM_SLOTS, SLOT_BYTES, ShmRing, Slots
 from transport.socket_link import SocketLink
 
 
@@ -47,53 +46,53 @@ def host_id() -> str:
 
 class PrefillShmLink(SocketLink):
     def __init__(self, control: Link, stream: FrameSocket, ring: ShmRing) -> None:
-        self._lender = Lender(ring)
-        self._sending = asyncio.Lock()  # frames leave in the order of `send`, copied or not
+        self._ring = ring
+        self._slots = Slots()
         super().__init__(control, stream)
 
-    async def lend(self, num_bytes: int) -> memoryview | None:
-        if num_bytes > SLOT_BYTES:
-            return await super().lend(num_bytes)
+    def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
+        if not 0 < num_bytes <= SLOT_BYTES:
+            return super().load(num_bytes, fill)
         self._end.check()
-        return self._lender.lend_now(num_bytes) or await self._wait_for_slot(num_bytes)
+        return self._stream.write(partial(self._load, num_bytes, fill))
 
     async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
-        self._end.check()
-        if payload is not None and not self._lender.has_lent(payload):
-            # To its end, even if the caller is cancelled: a slot half filled is nobody's.
-            await self._end.unless(self._send_built_elsewhere(frame, payload), abandon=True)
+        if payload is None:
+            await super().send(frame)
             return
-        async with self._sending:
-            if payload is None:
-                await super().send(frame)
-            else:
-                await self._post(frame, payload)
 
-    async def _send_built_elsewhere(self, frame: Frame, payload: memoryview) -> None:
-        async with self._sending:
-            if not 0 < payload.nbytes <= SLOT_BYTES:
-                await super().send(frame, payload)
-                return
-            room = await self._lender.lend(payload.nbytes)
-            await asyncio.to_thread(np.copyto, np.asarray(room), np.asarray(payload))
-            await self._post(frame, room)
+        def copy(room: memoryview) -> Frame:
+            room[:] = payload
+            return frame
 
-    async def _post(self, frame: Frame, room: memoryview) -> None:
-        slot = self._lender.post(room)
-        sent = self._stream.send(frame.SerializeToString(), None, room.nbytes, slot)
-        if sent is not None:
-            await asyncio.shield(sent)
+        await asyncio.shield(self.load(payload.nbytes, copy))
 
-    async def _wait_for_slot(self, num_bytes: int) -> memoryview:
-        return await self._end.unless(self._lender.lend(num_bytes))
+    def _load(self, num_bytes: int, fill: Fill) -> None:
+        """On the writer's thread."""
+        slot = self._slots.take()
+        if slot is None:
+            raise LinkClosed(self._end.reason or "the link is closed")
+        frame = None
+        try:
+            frame = fill(self._ring.view(slot, num_bytes).data)
+        finally:
+            if frame is None:
+                self._slots.drop(slot)
+        if frame is not None:
+            self._slots.post(slot)
+            self._stream.write_now(frame, None, num_bytes, slot)
 
     def _take(self, frame: bytes, num_bytes: int, place: int, payload: memoryview | None) -> None:
         if place != RETURN:
             super()._take(frame, num_bytes, place, payload)
             return
         for slot in unpack_slots(frame):
-            if not self._lender.give_back(slot):
+            if not self._slots.give_back(slot):
                 raise LinkClosed(f"slot {slot} was given back, which the other end does not have")
+
+    def _over(self, reason: str) -> None:
+        self._slots.close()
+        super()._over(reason)
 
 
 class DecodeShmLink(SocketLink):
@@ -101,6 +100,7 @@ class DecodeShmLink(SocketLink):
         self._ring = ring
         self._loop = asyncio.get_running_loop()
         self._done: deque[int] = deque()
+        self._told = False  # that the loop is to give them back
         super().__init__(control, stream)
 
     def _take(self, frame: bytes, num_bytes: int, slot: int, payload: memoryview | None) -> None:
@@ -116,10 +116,14 @@ class DecodeShmLink(SocketLink):
     def _let_go(self, slot: int) -> None:
         """Any thread: nobody looks at this payload any more."""
         self._done.append(slot)
-        call_soon(self._loop, self._give_back)
+        if not self._told:
+            self._told = True
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(self._give_back)
 
     def _give_back(self) -> None:
         """All that were let go since, at once."""
+        self._told = False  # first: what is let go from here on may be missed below
         slots = [self._done.popleft() for _ in range(len(self._done))]
         if slots:
             with contextlib.suppress(LinkClosed):

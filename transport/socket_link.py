@@ -9,14 +9,16 @@ from collections import deque
 
 from protos.transfer_pb2 import Frame
 from transport.frame_socket import FrameSocket, parse_frame
-from transport.link import Ending, Link, LinkClosed
+from transport.link import Ending, Fill, Link, LinkClosed
 
 MAX_AHEAD = 4  # messages read before they are wanted, so that the next payload is under way
 LAST_WORDS_S = 1.0  # for one half of a link to end after the other has
 
+Payload = memoryview | asyncio.Future[memoryview] | None  # one that is to come keeps its place
+
 
 class SocketLink:
-    """Either end. `tcp_wire` uses it as it is; `shm_wire` sends payloads another way."""
+    """Either end. `tcp_wire` uses it as it is; the others send payloads another way."""
 
     def __init__(self, control: Link, stream: FrameSocket) -> None:
         self.hello = control.hello
@@ -24,15 +26,16 @@ class SocketLink:
         self._control = control
         self._stream = stream
         self._end = Ending()
-        self._ahead: deque[tuple[Frame, memoryview | None]] = deque()
+        self._ahead: deque[tuple[Frame, Payload]] = deque()
         self._stirred: asyncio.Future[None] | None = None  # of whoever waits in `recv`
         self._socket_end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch())
         self._minder = asyncio.create_task(self._mind())
         stream.start(self._take, self._socket_ended)
 
-    async def lend(self, num_bytes: int) -> memoryview | None:
-        return self._stream.stage(num_bytes)
+    def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
+        self._end.check()
+        return self._stream.load(num_bytes, fill)
 
     async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
         self._end.check()
@@ -48,7 +51,15 @@ class SocketLink:
             await self._stirred
         if len(self._ahead) <= MAX_AHEAD:
             self._stream.resume()
-        return self._ahead.popleft()
+        frame, payload = self._ahead.popleft()
+        if not isinstance(payload, asyncio.Future):
+            return frame, payload
+        try:
+            return frame, await self._end.unless(payload)
+        except RuntimeError as error:
+            reason = f"a payload did not come: {error}"
+            await self.close(reason)
+            raise LinkClosed(reason) from error
 
     async def close(self, reason: str) -> None:
         self._stream.finish_sending()
@@ -63,7 +74,7 @@ class SocketLink:
         """A message has come. Raises LinkClosed for one that makes no sense."""
         self._put_ahead(parse_frame(frame), payload)
 
-    def _put_ahead(self, frame: Frame, payload: memoryview | None) -> None:
+    def _put_ahead(self, frame: Frame, payload: Payload) -> None:
         self._ahead.append((frame, payload))
         if len(self._ahead) >= MAX_AHEAD:
             self._stream.pause()

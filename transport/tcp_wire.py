@@ -26,7 +26,7 @@ class TcpConnector:
         greeting.wire = "tcp"
         control = await self._control.connect(address, greeting)
         sock = await call(control, self._timeout_s)
-        return SocketLink(control, _at_once(sock))
+        return SocketLink(control, at_once(sock))
 
 
 class TcpAcceptor:
@@ -38,10 +38,10 @@ class TcpAcceptor:
 
     async def accept(self, control: Link) -> Link:
         sock = await await_caller(control, listen_tcp(self._host), self._timeout_s)
-        return SocketLink(control, _at_once(sock))
+        return SocketLink(control, at_once(sock))
 
 
-def _at_once(sock: socket.socket) -> FrameSocket:
+def at_once(sock: socket.socket) -> FrameSocket:
     """Acknowledgements are small and must not wait to be joined by others."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return FrameSocket(sock)

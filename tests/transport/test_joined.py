@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.transfer_pb2 import Abort, Chunk, Frame, ShipmentKey
-from transport.joined import join, split
+from transport.joined import Unsent, join, split
 
 
 def frame(seq: int = 3, digests: bytes = b"12345678") -> Frame:
@@ -36,6 +36,24 @@ def test_a_payload_is_not_copied_out_of_its_message() -> None:
     raw = join((frame(), memoryview(b"x" * 1000)))
     _, view = split(raw)
     assert view is not None and view.obj is raw
+
+
+@given(
+    digests=st.binary(max_size=2000),
+    payloads=st.lists(st.binary(min_size=9, max_size=9), min_size=1),
+)
+def test_a_payload_built_in_its_message_is_read_like_any_other(
+    digests: bytes, payloads: list[bytes]
+) -> None:
+    unsent = Unsent(9)
+    for seq, payload in enumerate(payloads):
+        unsent.payload[:] = payload
+        raw = bytearray(unsent.message(frame(seq, digests)))
+        found, view = split(bytes(raw))
+        found.DiscardUnknownFields()
+        assert found == frame(seq, digests)
+        assert view is not None and bytes(view) == payload
+        assert Frame.FromString(bytes(raw)).chunk.payload == payload
 
 
 @given(payload=st.binary(max_size=300))

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,22 @@ async def both(store: PairStore, name: str) -> tuple[PairGroup, PairGroup]:
         PairGroup.join(DECODE, meet, HERE, "gloo", 5),
     )
     return prefill, decode
+
+
+def send(group: PairGroup, payload: bytes) -> "asyncio.Future[None]":
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def left(error: Exception | None) -> None:
+        settle = partial(done.set_exception, error) if error else partial(done.set_result, None)
+        loop.call_soon_threadsafe(settle)
+
+    group.send(memoryview(payload), left)
+    return done
+
+
+def recv(group: PairGroup, num_bytes: int) -> "asyncio.Future[memoryview]":
+    return group.recv(memoryview(bytearray(num_bytes)))
 
 
 def listening() -> set[str]:
@@ -44,8 +61,8 @@ async def test_messages_of_any_size_arrive_in_order() -> None:
     store = PairStore(HERE, 5)
     prefill, decode = await both(store, "sizes")
     payloads = [os.urandom(size) for size in (1, 5_000_000, 3, 70_000)]
-    coming = [decode.recv(len(payload)) for payload in payloads]
-    leaving = [prefill.send(memoryview(payload)) for payload in payloads]
+    coming = [recv(decode, len(payload)) for payload in payloads]
+    leaving = [send(prefill, payload) for payload in payloads]
     assert [bytes(await each) for each in coming] == payloads
     await asyncio.gather(*leaving)
     prefill.close()
@@ -78,7 +95,7 @@ async def test_a_killed_peer_fails_its_own_pair_at_once_and_no_other() -> None:
             meet = Rendezvous({HERE!r}, {store.port}, "doomed")
             group = await PairGroup.join(DECODE, meet, {HERE!r}, "gloo", 90)
             print("joined", flush=True)
-            await group.recv(4)
+            await group.recv(memoryview(bytearray(4)))
             print("received", flush=True)
             await asyncio.sleep(60)
 
@@ -93,17 +110,17 @@ async def test_a_killed_peer_fails_its_own_pair_at_once_and_no_other() -> None:
         assert process.stdout is not None
         meet = Rendezvous(HERE, store.port, "doomed")
         doomed = await PairGroup.join(PREFILL, meet, HERE, "gloo", 90)
-        await doomed.send(memoryview(b"ping"))
+        await send(doomed, b"ping")
         for expected in ("joined\n", "received\n"):
             assert await asyncio.to_thread(process.stdout.readline) == expected
-        sending = doomed.send(memoryview(bytes(8 << 20)))  # nobody takes it
+        sending = send(doomed, bytes(8 << 20))  # nobody takes it
         await asyncio.sleep(0.05)
         process.kill()
         with pytest.raises(RuntimeError):
             async with asyncio.timeout(10):  # far less than the 90 s that a call may take
                 await sending
-    received = other_decode.recv(4)
-    await other_prefill.send(memoryview(b"pong"))
+    received = recv(other_decode, 4)
+    await send(other_prefill, b"pong")
     assert bytes(await received) == b"pong"
     for group in (doomed, other_prefill, other_decode):
         group.close()

@@ -36,6 +36,7 @@ from transport.incoming import Incoming, Verdict
 from transport.loopback_wire import LoopbackWire
 from transport.orders import Code, ShipmentKey, TransferFailed
 from transport.outgoing import Outgoing, OutgoingPair, Part
+from transport.readers import Readers
 from transport.repairs import Repairs
 from transport.shipment import Receiving, Sending
 
@@ -160,7 +161,7 @@ async def return_before_the_fence(
 
 
 async def let_go_under_a_reader(right: Any, self: Departures, departure: Any) -> None:
-    departure.gathers.clear()
+    departure.readers = Readers()
     await right(self, departure)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from protos.transfer_pb2 import Chunk, Frame
 from tests.transport.harness import hello, network, soon
 from tests.transport.test_meeting import links_of
-from transport.shm_ring import NUM_SLOTS, SLOT_BYTES, Lender, ShmRing
+from transport.shm_ring import NUM_SLOTS, SLOT_BYTES, ShmRing, Slots
 
 
 def test_both_processes_see_the_same_bytes_and_the_memory_cannot_shrink() -> None:
@@ -36,76 +36,75 @@ def test_memory_that_we_could_not_trust_is_refused() -> None:
 
 
 async def test_a_slot_dropped_unsent_is_free_again() -> None:
-    ring, fd = ShmRing.create()
-    os.close(fd)
-    lender = Lender(ring)
-    rooms = [lender.lend_now(10) for _ in range(NUM_SLOTS)]
-    assert all(rooms)
-    assert lender.lend_now(10) is None
-    waiting = asyncio.create_task(lender.lend(10))
-    await asyncio.sleep(0)
+    slots = Slots()
+    taken = [slots.take() for _ in range(NUM_SLOTS)]
+    assert sorted(slot for slot in taken if slot is not None) == list(range(NUM_SLOTS))
+    waiting = asyncio.create_task(asyncio.to_thread(slots.take))
+    await asyncio.sleep(0.01)
     assert not waiting.done()
-    del rooms[0]
+    slots.drop(3)
     async with asyncio.timeout(2):
-        await waiting
-    lender.check()
+        assert await waiting == 3
+    slots.check()
 
 
-async def test_only_the_other_end_gives_a_posted_slot_back() -> None:
-    ring, fd = ShmRing.create()
-    os.close(fd)
-    lender = Lender(ring)
-    room = lender.lend_now(10)
-    assert room is not None and lender.has_lent(room)
-    slot = lender.post(room)
-    assert not lender.has_lent(room)
-    del room
-    await asyncio.sleep(0)
-    assert lender.give_back(slot)
-    assert not lender.give_back(slot)
-    assert not lender.give_back(99)
-    lender.check()
+async def test_who_waits_for_a_slot_stops_when_the_link_is_closed() -> None:
+    slots = Slots()
+    for _ in range(NUM_SLOTS):
+        slots.take()
+    waiting = asyncio.create_task(asyncio.to_thread(slots.take))
+    await asyncio.sleep(0.01)
+    slots.close()
+    async with asyncio.timeout(2):
+        assert await waiting is None
+
+
+def test_only_the_other_end_gives_a_posted_slot_back() -> None:
+    slots = Slots()
+    slot = slots.take()
+    assert slot is not None and not slots.give_back(slot)
+    slots.post(slot)
+    assert slots.give_back(slot)
+    assert not slots.give_back(slot)
+    assert not slots.give_back(99)
+    slots.check()
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from(["lend", "drop", "post", "back"]), max_size=80))
+@given(st.lists(st.sampled_from(["take", "drop", "post", "back"]), max_size=80))
 def test_any_history_keeps_every_slot_with_one_owner(history: list[str]) -> None:
-    async def run() -> None:
-        ring, fd = ShmRing.create()
-        os.close(fd)
-        lender = Lender(ring)
-        lent: list[memoryview] = []
-        posted: list[int] = []
-        for what in history:
-            if what == "lend" and (room := lender.lend_now(8)) is not None:
-                lent.append(room)
-                del room
-            elif what == "drop" and lent:
-                lent.pop(0)
-            elif what == "post" and lent:
-                posted.append(lender.post(lent.pop()))
-            elif what == "back" and posted:
-                assert lender.give_back(posted.pop(0))
-            await asyncio.sleep(0)
-            lender.check()
-            assert len(lender._free) == NUM_SLOTS - len(lent) - len(posted)
-
-    asyncio.run(run())
+    slots, taken, posted = Slots(), list[int](), list[int]()
+    for what in history:
+        if what == "take" and len(taken) + len(posted) < NUM_SLOTS:
+            slot = slots.take()
+            assert slot is not None and slot not in [*taken, *posted]
+            taken.append(slot)
+        elif what == "drop" and taken:
+            slots.drop(taken.pop(0))
+        elif what == "post" and taken:
+            slots.post(taken[-1])
+            posted.append(taken.pop())
+        elif what == "back" and posted:
+            assert slots.give_back(posted.pop(0))
+        slots.check()
+        assert len(slots._free) == NUM_SLOTS - len(taken) - len(posted)
 
 
 async def test_a_payload_is_read_where_it_was_built_and_its_slot_comes_back() -> None:
     async with network("shm") as net:
         near, far, keeper = await links_of(net)
         for seq in range(3 * NUM_SLOTS):
-            room = await near.lend(1000)  # type: ignore[attr-defined]
-            room[:] = bytes([seq]) * 1000
-            await near.send(Frame(chunk=Chunk(seq=seq, payload_bytes=1000)), room)
-            del room
+
+            def fill(room: memoryview, seq: int = seq) -> Frame:
+                room[:] = bytes([seq]) * 1000
+                return Frame(chunk=Chunk(seq=seq, payload_bytes=1000))
+
+            await near.load(1000, fill)  # type: ignore[attr-defined]
             _, payload = await far.recv()
             assert payload is not None and bytes(payload) == bytes([seq]) * 1000
             del payload
-        lender = near._lender  # type: ignore[attr-defined]
-        await soon(lambda: len(lender._free) == NUM_SLOTS)
+        slots = near._slots  # type: ignore[attr-defined]
+        await soon(lambda: len(slots._free) == NUM_SLOTS)
         keeper.leave.set()
         await near.close("done")
 
