@@ -4,19 +4,21 @@ PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.setup-done
+PEERS   := .venv-peers/transfer
 SOURCES := protos kernels kvcache model engine transport prefix_index \
            worker prefill_worker decode_worker router kvferry bench
 FOLDERS := $(wildcard $(SOURCES))
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-timed test-lab test-matrix test-campaigns test-gpu demo bench proto clean
+.PHONY: help setup check test test-timed test-lab test-matrix test-campaigns test-gpu demo bench bench-peers-env proto clean
 
 help:
 	@echo "make demo      start a whole cluster with a real model and ask it three questions"
 	@echo "make test      run every test (ARGS='tests/engine -x' to choose)"
 	@echo "make check     formatting, lint, types, floor plan, generated stubs"
 	@echo "make bench     run every benchmark; make bench-NAME runs bench/NAME.py"
+	@echo "make bench-peers-env  install what bench-transfer compares with"
 	@echo "make test-campaigns  10,000 damaged cells, clean transfers and cancels (a quarter of an hour)"
 	@echo "make test-gpu  the checks that need a CUDA device; make bench-gpu: its speed with an 8B model"
 	@echo "make proto     regenerate the gRPC stubs"
@@ -65,6 +67,12 @@ demo: setup
 
 bench: setup
 	@set -e; for file in $(filter-out bench/gpu.py,$(wildcard bench/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+
+# mooncake and nixl, in an environment of their own that `bench transfer` finds by itself.
+bench-peers-env:
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/transfer_peers.txt
+	@$(PEERS)/bin/python kvferry/transfer_bench/peer.py check || { echo "they need libibverbs1, librdmacm1 and libnuma1"; exit 1; }
 
 bench-%: setup
 	@$(BIN)/python bench/$*.py $(ARGS)

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from kvcache import host_memory
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.ends import DecodeEnd, PrefillEnd
 from kvferry.transfer_bench.limits import push, serve
@@ -57,6 +58,7 @@ class Child:
 async def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between our lines
+    host_memory.keep_freed()  # as every worker does
     loop, child = asyncio.get_running_loop(), Child()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

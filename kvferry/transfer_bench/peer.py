@@ -1,7 +1,8 @@
 """One of two processes that move bytes with another project's engine, told so by JSON lines.
 
 Runs under whichever Python has those packages: it imports nothing of ours, and at most numpy beside
-them. `python peer.py mooncake` or `python peer.py nixl`; UCX_TLS says over what NIXL goes.
+them. `python peer.py mooncake` or `python peer.py nixl`; UCX_TLS says over what NIXL goes. With
+`check`, it only says whether both are there.
 """
 
 import base64
@@ -109,5 +110,16 @@ def main(kind: str) -> None:
         print(json.dumps(said), file=answers, flush=True)
 
 
+def check() -> None:
+    """Raises ImportError."""
+    import mooncake.engine
+    import nixl_cu12._api
+
+    print("mooncake", mooncake.engine.__name__, "and nixl", nixl_cu12._api.__name__, "are there")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "check":
+        check()
+    else:
+        main(sys.argv[1])

@@ -100,4 +100,6 @@ class RunningPeer:
 
 
 def default_python() -> str:
-    return sys.executable
+    """Of the environment that `make bench-peers-env` makes, if there is one."""
+    made = Path(".venv-peers/transfer/bin/python")
+    return str(made.absolute()) if made.exists() else sys.executable
