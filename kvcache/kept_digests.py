@@ -12,6 +12,7 @@ is read meanwhile is neither kept nor held against anybody.
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,7 @@ class KeptDigests:
         ids = np.asarray(block_ids, dtype=np.int64)
         with self._lock:
             np.add.at(self._written, ids, 1)
-            self._known_NLH[:, self._place[layer]][np.ix_(ids, np.asarray(heads))] = False
+            self._known_NLH[:, self._place[layer]][self._cells(ids, heads)] = False
 
     def forget_all(self) -> None:
         self.forget(range(len(self._written)))
@@ -74,7 +75,7 @@ class KeptDigests:
     ) -> None:
         """What was just written into these blocks had these digests, where it is good."""
         ids = np.asarray(block_ids, dtype=np.int64)
-        place = np.ix_(ids, np.asarray(heads, dtype=np.int64))
+        place = self._cells(ids, heads)
         known_NH = self._known_NLH[:, self._place[layer]]
         with self._lock:
             np.add.at(self._written, ids, 1)
@@ -91,7 +92,7 @@ class KeptDigests:
     ) -> list[int]:
         """The blocks whose cells, just read, are not what was kept. What was not known is kept."""
         ids = np.asarray(block_ids, dtype=np.int64)
-        place = np.ix_(ids, np.asarray(heads, dtype=np.int64))
+        place = self._cells(ids, heads)
         known_NH = self._known_NLH[:, self._place[layer]]
         with self._lock:
             calm_B1 = (self._written[ids] == written_B)[:, None]
@@ -104,6 +105,12 @@ class KeptDigests:
                 known_NH[place] = known_BH | fresh_BH
         rotten: list[int] = ids[(calm_B1 & known_BH & differ_BH).any(axis=1)].tolist()
         return rotten
+
+    def _cells(self, ids: NDArray[np.int64], heads: Sequence[int]) -> Any:
+        """An index of [blocks, heads]; of all heads by the blocks alone, which is far quicker."""
+        if len(heads) == self._known_NLH.shape[2]:
+            return ids
+        return np.ix_(ids, np.asarray(heads, dtype=np.int64))
 
     def unknown(self, block_ids: Sequence[int]) -> list[int]:
         """Those of which some cell has no digest yet."""
