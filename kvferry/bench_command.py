@@ -17,6 +17,7 @@ from kvferry.transfer_bench.peers import PEERS, RunningPeer, default_python
 from kvferry.transfer_bench.plan import Wanted, cases
 from kvferry.transfer_bench.report import Row, plot, row, table, write
 
+NOT_INSTALLED = "not installed (make bench-peers-env)"
 LEAST_RUNS = 7  # for a median worth quoting
 
 
@@ -82,7 +83,7 @@ async def _start_peers(
             made = await RunningPeer.start(peer, python or default_python(), base.total_bytes)
         except CommandError as error:
             absent = "ModuleNotFoundError" in str(error)
-            missing[peer.name] = "not installed" if absent else str(error)
+            missing[peer.name] = NOT_INSTALLED if absent else str(error)
         else:
             running.append(made)
             stack.push_async_callback(made.close)
