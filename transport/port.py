@@ -27,6 +27,10 @@ class Port:
         self._posted: deque[Frame] = deque()
         self._stirred = asyncio.Event()
         self._cuts: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._num_leaving = 0  # frames that wait to leave
+        self._left_at = 0.0  # when the last one did
+        self._watchdog: asyncio.TimerHandle | None = None
 
     def post(self, frame: Frame) -> None:
         """Send `frame` after those posted before; it is lost if the link breaks."""
@@ -61,6 +65,8 @@ class Port:
             return str(closed)
         finally:
             self.open = False
+            if self._watchdog is not None:
+                self._watchdog.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
@@ -110,16 +116,26 @@ class Port:
 
     @contextlib.contextmanager
     def _in_time(self) -> Iterator[None]:
-        """A link that takes nothing for too long is closed, which ends what waits for it."""
-        loop = asyncio.get_running_loop()
-        overdue = loop.call_later(self._send_timeout_s, self._stuck)
+        """A link over which nothing leaves for too long is closed, which ends what waits for it."""
+        if not self._num_leaving:
+            self._left_at = self._loop.time()
+            if self._watchdog is None:
+                self._watchdog = self._loop.call_later(self._send_timeout_s, self._look)
+        self._num_leaving += 1
         try:
             yield
+            self._left_at = self._loop.time()
         except LinkClosed:
             self.open = False  # whoever looks for a link finds out before `run` has ended
             raise
         finally:
-            overdue.cancel()
+            self._num_leaving -= 1
 
-    def _stuck(self) -> None:
-        self.cut(f"no frame left in {self._send_timeout_s:g} s", self._cuts)
+    def _look(self) -> None:
+        """Whether something has left since the last look, or nothing had to."""
+        self._watchdog = None
+        left = self._left_at + self._send_timeout_s - self._loop.time()
+        if self._num_leaving and left <= 0:
+            self.cut(f"no frame left in {self._send_timeout_s:g} s", self._cuts)
+        elif self._num_leaving and self.open:
+            self._watchdog = self._loop.call_later(left, self._look)
