@@ -220,5 +220,7 @@ def _done(request: Request) -> pb.DecodeEvent:
         done=pb.DecodeDone(
             cached_tokens=max(0, request.num_cached_tokens),
             computed_tokens=request.num_computed_tokens,
+            queue_ms=request.queue_ms,
+            compute_ms=request.compute_ms,
         )
     )

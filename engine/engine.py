@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from random import Random
 
 from engine.clock import Clock
-from engine.load import Gauge, Load
+from engine.load import Gauge, Load, share
 from engine.rank_group import RankLost
 from engine.recheck import Due, Rechecks, recheck
 from engine.request import EngineStopped, Refused, Request, State, TokenOutput
@@ -132,6 +132,7 @@ class Engine:
         self._prepare(request)
         with self._changed:
             self._check_alive()
+            request.queued_at = self._clock.now()
             self._roster.queue(request, self._retry_after_ms())
             self._tell()
 
@@ -259,6 +260,9 @@ class Engine:
                 total_blocks=self._pool.num_blocks,
                 prefill_ms_per_token=self._gauge.prefill_ms_per_token,
                 decode_step_ms=self._gauge.decode_step_ms,
+                step_sequences=self._gauge.step_sequences,
+                step_context_tokens=self._gauge.step_context_tokens,
+                context_tokens=sum(each.num_tokens for each in scheduler.running),
             )
 
     def stats(self) -> Stats:
@@ -334,7 +338,7 @@ class Engine:
         if not step.slices:
             return bool(told or failed or due)
         started = self._clock.now()
-        self._execute(step, plan)
+        self._execute(step, plan, started)
         with self._changed:
             self._gauge.measure(step, (self._clock.now() - started) * 1000)
         return True
@@ -371,12 +375,13 @@ class Engine:
                     told += self._roster.taint({block_id}, reason)
         self._deliver(told)
 
-    def _execute(self, step: Step, plan: StepPlan) -> None:
+    def _execute(self, step: Step, plan: StepPlan, started: float) -> None:
         if self._comm.size > 1:
             self._comm.broadcast_ints(plan.encode())
         logits_RV = self._runner.run(plan)
         assert logits_RV is not None, "rank 0 gets the logits"
         drawn = sample(logits_RV, self._roster.draws(step))
+        share(step, started, self._clock.now())
         with self._changed:
             if self._death is not None:
                 return  # everything has failed meanwhile

@@ -17,6 +17,10 @@ class Load:
     total_blocks: int
     prefill_ms_per_token: float  # 0: not measured yet
     decode_step_ms: float  # 0: not measured yet
+    # Of the steps that took `decode_step_ms` in the mean, the means of what was in them.
+    step_sequences: float = 0.0
+    step_context_tokens: float = 0.0
+    context_tokens: int = 0  # of what runs now
 
 
 class Gauge:
@@ -25,6 +29,8 @@ class Gauge:
     def __init__(self) -> None:
         self.prefill_ms_per_token = 0.0
         self.decode_step_ms = 0.0
+        self.step_sequences = 0.0
+        self.step_context_tokens = 0.0
 
     def measure(self, step: Step, elapsed_ms: float) -> None:
         sizes = [part.stop - part.start for part in step.slices]
@@ -34,6 +40,9 @@ class Gauge:
             if part.start < len(part.choice.request.prompt)
         )
         if prompt_tokens == 0:
+            context = sum(part.stop for part in step.slices)
+            self.step_sequences = _moved(self.step_sequences, len(step.slices), _WEIGHT)
+            self.step_context_tokens = _moved(self.step_context_tokens, context, _WEIGHT)
             self.decode_step_ms = _moved(self.decode_step_ms, elapsed_ms, _WEIGHT)
             return
         if prompt_tokens < sum(sizes):
@@ -42,6 +51,21 @@ class Gauge:
         self.prefill_ms_per_token = _moved(
             self.prefill_ms_per_token, elapsed_ms / prompt_tokens, weight
         )
+
+
+def share(step: Step, started: float, ended: float) -> None:
+    """Charge the time of a step to the prompts that were computed in it, by tokens.
+
+    Times are the clock's, in seconds.
+    """
+    total = sum(part.stop - part.start for part in step.slices)
+    for part in step.slices:
+        request = part.choice.request
+        tokens = min(part.stop, len(request.prompt)) - part.start
+        if tokens > 0:
+            if request.begun_at is None:
+                request.begun_at = started
+            request.compute_ms += (ended - started) * 1000 * tokens / total
 
 
 def _moved(average: float, value: float, weight: float) -> float:

@@ -161,6 +161,13 @@ class Request:
     choices: list["Choice"] = field(default_factory=list)  # the unfinished ones
     num_cached_tokens: int = -1  # of the prompt, when it was first admitted
     num_computed_tokens: int = 0  # of the prompt, here; again after a preemption
+    queued_at: float = 0.0  # on the engine's clock, as is the next
+    begun_at: float | None = None  # when the first step with tokens of it began
+    compute_ms: float = 0.0  # of the steps that computed its prompt, its share by tokens
+
+    @property
+    def queue_ms(self) -> float:
+        return 0.0 if self.begun_at is None else (self.begun_at - self.queued_at) * 1000
 
     def __post_init__(self) -> None:
         self.pinned = self.pinned or self.hold

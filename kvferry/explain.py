@@ -9,6 +9,7 @@ from kvferry.client import Answer
 from protos.inference_pb2 import Candidate, Explanation, Usage
 
 MAX_CANDIDATES_SHOWN = 6
+OPTIONS = {"wait": "wait at the router", "reject": "refuse"}
 
 
 def explain_table(answer: Answer) -> Group:
@@ -23,20 +24,26 @@ def _choice(explanation: Explanation) -> list[Table | Text]:
     table.add_column("tokens matched", justify="right")
     table.add_column("predicted ms", justify="right")
     table.add_column("made of")
-    for candidate in explanation.candidates[:MAX_CANDIDATES_SHOWN]:
-        chosen = (candidate.prefill, candidate.decode) == (
+    ways = [each for each in explanation.candidates if not each.action]
+    others = [each for each in explanation.candidates if each.action]
+    for candidate in (*ways[:MAX_CANDIDATES_SHOWN], *others):
+        chosen = not candidate.action and (candidate.prefill, candidate.decode) == (
             explanation.chosen_prefill,
             explanation.chosen_decode,
         )
         table.add_row(
-            _pair(candidate.prefill, candidate.decode),
-            f"{candidate.prefill_matched_tokens} + {candidate.decode_matched_tokens}"
-            f" of {explanation.prompt_tokens}",
+            OPTIONS.get(candidate.action) or _pair(candidate.prefill, candidate.decode),
+            "" if candidate.action else _matched(candidate, explanation.prompt_tokens),
             "-" if candidate.refused else f"{candidate.cost_ms:.1f}",
             candidate.refused or _terms(candidate),
             style="bold green" if chosen else "dim" if candidate.refused else None,
         )
     return [Text(f"route: {explanation.reason}", style="bold"), table]
+
+
+def _matched(candidate: Candidate, prompt_tokens: int) -> str:
+    held = f"{candidate.prefill_matched_tokens} + {candidate.decode_matched_tokens}"
+    return f"{held} of {prompt_tokens}"
 
 
 def _pair(prefill: str, decode: str) -> str:

@@ -169,7 +169,12 @@ def _admitted(admitted: Admitted) -> pb.PrefillEvent:
 
 def _first_tokens(tokens: list[pb.GeneratedToken], request: Request) -> pb.PrefillEvent:
     return pb.PrefillEvent(
-        first_tokens=pb.FirstTokens(tokens=tokens, cached_tokens=request.num_cached_tokens)
+        first_tokens=pb.FirstTokens(
+            tokens=tokens,
+            cached_tokens=request.num_cached_tokens,
+            queue_ms=request.queue_ms,
+            compute_ms=request.compute_ms,
+        )
     )
 
 

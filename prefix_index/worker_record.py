@@ -19,9 +19,9 @@ MAX_NAME_CHARS = 200
 
 # Everything else in a manifest must be equal for two workers to work together: `wires` needs only
 # one in common, `model` is a label (the namespace is the identity of what was loaded), `host`
-# decides only whether memory can be shared, and cells are carried between blocks of any size and
-# pools of any layout.
-MAY_DIFFER = frozenset({"model", "wires", "host", "block_size", "kv_layout"})
+# decides only whether memory can be shared, `node` and `zone` say how far apart they are, and cells
+# are carried between blocks of any size and pools of any layout.
+MAY_DIFFER = frozenset({"model", "wires", "host", "block_size", "kv_layout", "node", "zone"})
 
 
 class MalformedRecord(ValueError):
@@ -52,6 +52,8 @@ class Manifest:
     wires: tuple[str, ...]  # preferred first
     host: str = ""  # equal for workers that can share memory; empty when none can
     kv_layout: str = "head-major"
+    node: str = ""  # where it runs, as far as anyone has said
+    zone: str = ""
 
     def mismatch(self, other: "Manifest") -> str | None:
         """Why the two cannot work together, in one sentence; None when they can."""
@@ -110,6 +112,11 @@ class Load:
     prefill_ms_per_token: float
     decode_step_ms: float
     draining: bool
+    # The means over the steps that took `decode_step_ms` in the mean: sequences, and the tokens of
+    # their contexts. A worker that says neither has not measured them.
+    step_sequences: float = 0.0
+    step_context_tokens: float = 0.0
+    context_tokens: int = 0  # of all sequences it streams now
 
     def to_json(self) -> bytes:
         return _LOAD.dump_json(self)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "explain", "pins")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "explain", "pins", "targets", "priority", "session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,9 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -24,7 +27,22 @@ class GenerateRequest(_message.Message):
     sampling: SamplingParams
     explain: bool
     pins: Pins
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., explain: _Optional[bool] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
+    targets: Targets
+    priority: int
+    session: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., explain: _Optional[bool] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., targets: _Optional[_Union[Targets, _Mapping]] = ..., priority: _Optional[int] = ..., session: _Optional[str] = ...) -> None: ...
+
+class Targets(_message.Message):
+    __slots__ = ("ttft_ms", "token_ms", "deadline_ms", "strict")
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    ttft_ms: float
+    token_ms: float
+    deadline_ms: float
+    strict: bool
+    def __init__(self, ttft_ms: _Optional[float] = ..., token_ms: _Optional[float] = ..., deadline_ms: _Optional[float] = ..., strict: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -242,23 +260,27 @@ class ExplainResponse(_message.Message):
     def __init__(self, explanation: _Optional[_Union[Explanation, _Mapping]] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("prompt_tokens", "prompt_blocks", "chosen_prefill", "chosen_decode", "reason", "candidates")
+    __slots__ = ("prompt_tokens", "prompt_blocks", "chosen_prefill", "chosen_decode", "reason", "candidates", "action", "retry_after_ms")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_DECODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     prompt_blocks: int
     chosen_prefill: str
     chosen_decode: str
     reason: str
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., chosen_prefill: _Optional[str] = ..., chosen_decode: _Optional[str] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
+    action: str
+    retry_after_ms: float
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., chosen_prefill: _Optional[str] = ..., chosen_decode: _Optional[str] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., action: _Optional[str] = ..., retry_after_ms: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("prefill", "decode", "cost_ms", "terms_ms", "prefill_matched_blocks", "decode_matched_blocks", "refused", "prefill_matched_tokens", "decode_matched_tokens")
+    __slots__ = ("prefill", "decode", "cost_ms", "terms_ms", "prefill_matched_blocks", "decode_matched_blocks", "refused", "prefill_matched_tokens", "decode_matched_tokens", "action")
     class TermsMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +297,7 @@ class Candidate(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     cost_ms: float
@@ -284,4 +307,5 @@ class Candidate(_message.Message):
     refused: str
     prefill_matched_tokens: int
     decode_matched_tokens: int
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., cost_ms: _Optional[float] = ..., terms_ms: _Optional[_Mapping[str, float]] = ..., prefill_matched_blocks: _Optional[int] = ..., decode_matched_blocks: _Optional[int] = ..., refused: _Optional[str] = ..., prefill_matched_tokens: _Optional[int] = ..., decode_matched_tokens: _Optional[int] = ...) -> None: ...
+    action: str
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., cost_ms: _Optional[float] = ..., terms_ms: _Optional[_Mapping[str, float]] = ..., prefill_matched_blocks: _Optional[int] = ..., decode_matched_blocks: _Optional[int] = ..., refused: _Optional[str] = ..., prefill_matched_tokens: _Optional[int] = ..., decode_matched_tokens: _Optional[int] = ..., action: _Optional[str] = ...) -> None: ...

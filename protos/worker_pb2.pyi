@@ -74,12 +74,16 @@ class PrefillAdmitted(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "cached_tokens")
+    __slots__ = ("tokens", "cached_tokens", "queue_ms", "compute_ms")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[GeneratedToken]
     cached_tokens: int
-    def __init__(self, tokens: _Optional[_Iterable[_Union[GeneratedToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    queue_ms: float
+    compute_ms: float
+    def __init__(self, tokens: _Optional[_Iterable[_Union[GeneratedToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("computed_tokens", "shipped_blocks", "shipped_bytes", "transfer_ms")
@@ -174,12 +178,16 @@ class DecodeAdopted(_message.Message):
     def __init__(self, shipped_blocks: _Optional[int] = ..., shipped_bytes: _Optional[int] = ...) -> None: ...
 
 class DecodeDone(_message.Message):
-    __slots__ = ("cached_tokens", "computed_tokens")
+    __slots__ = ("cached_tokens", "computed_tokens", "queue_ms", "compute_ms")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     computed_tokens: int
-    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    queue_ms: float
+    compute_ms: float
+    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ...) -> None: ...
 
 class GeneratedToken(_message.Message):
     __slots__ = ("choice", "index", "token_id", "logprobs", "finish_reason", "stop", "stop_token_id")

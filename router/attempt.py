@@ -152,12 +152,15 @@ class Attempt:
             case "admitted":
                 self._journey.prefill_cached(event.admitted.cached_tokens)
             case "first_tokens":
-                self._journey.prefill_cached(event.first_tokens.cached_tokens)
-                self._booking.computed()
+                first = event.first_tokens
+                self._journey.first_tokens(first)
+                self._booking.computed_in(first.queue_ms, first.compute_ms, first.cached_tokens)
                 for token in event.first_tokens.tokens:
                     yield from self._add(token)
             case "done":
-                self._journey.prefill_done(event.done)
+                done, compute_ms = event.done, self._journey.compute_ms
+                self._journey.prefill_done(done)
+                self._booking.shipped_in(done.shipped_bytes, done.transfer_ms, compute_ms)
 
     def _take_decode(self, event: wpb.DecodeEvent) -> Iterable[pb.GenerateResponse]:
         match event.WhichOneof("event"):
@@ -171,6 +174,8 @@ class Attempt:
                 yield from self._add(event.token)
             case "done":
                 self._journey.decode_done(event.done)
+                if self.work.prefill is None:
+                    self._booking.learn(event.done.compute_ms, event.done.cached_tokens)
             case "kept":
                 self._kept_blocks = event.kept.blocks
 

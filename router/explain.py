@@ -1,12 +1,17 @@
 """A decision in the words of the API."""
 
 from protos import inference_pb2 as pb
+from router.admission import Action, LineView, Option, Verdict, options
 from router.policy import Candidate, Decision, Prompt
 
 
-def explanation(prompt: Prompt, decision: Decision) -> pb.Explanation:
-    """Every candidate with its terms; costs of refused ones are what they would have been."""
-    chosen = decision.chosen
+def explanation(
+    prompt: Prompt, decision: Decision, line: LineView, verdict: Verdict
+) -> pb.Explanation:
+    """Every candidate with its terms, waiting and refusing among them; costs of refused ones are
+    what they would have been.
+    """
+    chosen = decision.chosen if verdict.action is Action.SERVE else None
     decode = chosen or next(iter(decision.candidates), None)
     num_blocks = prompt.num_tokens // decode.decode.block_size if decode else 0
     return pb.Explanation(
@@ -14,8 +19,22 @@ def explanation(prompt: Prompt, decision: Decision) -> pb.Explanation:
         prompt_blocks=num_blocks,
         chosen_prefill=chosen.prefill.name if chosen and chosen.prefill else "",
         chosen_decode=chosen.decode.name if chosen else "",
-        reason=decision.reason,
-        candidates=[_candidate(each) for each in decision.candidates],
+        reason=verdict.reason or decision.reason,
+        candidates=[
+            *(_candidate(each) for each in decision.candidates),
+            *(_option(each) for each in options(prompt, decision, line, verdict)),
+        ],
+        action=verdict.action.value,
+        retry_after_ms=verdict.retry_after_ms,
+    )
+
+
+def _option(option: Option) -> pb.Candidate:
+    return pb.Candidate(
+        cost_ms=option.cost_ms,
+        terms_ms=option.terms,
+        refused=option.refused,
+        action=option.action.value,
     )
 
 

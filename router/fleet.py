@@ -9,6 +9,7 @@ Everything booked on a worker is booked and returned here, and `check()` proves 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import grpc.aio
@@ -18,9 +19,13 @@ from engine.clock import Clock
 from kvcache.block_hash import BlockHash, Namespace
 from prefix_index.index import Manifest, Role, WorkerRecord
 from router.doubts import Doubts, Party
+from router.kinds import compare, compare_links
 from router.pace import Pace
-from router.snapshot import Snapshot, take_snapshot
-from router.worker import Booking, Worker
+from router.sightings import Sightings
+from router.snapshot import NO_MATCH, Asked, Match, Snapshot, State, take_snapshot
+from router.worker import UNTRIED, Booking, Link, Worker
+
+COMPARE_S = 1.0
 
 
 class Mirrors(Protocol):
@@ -48,6 +53,7 @@ class Fleet:
         clock: Clock,
         log: structlog.typing.FilteringBoundLogger,
         doubt_s: float = 2.0,
+        sightings: Sightings | None = None,
     ) -> None:
         self._mirror = mirror
         self._unfit = unfit
@@ -55,10 +61,14 @@ class Fleet:
         self._clock = clock
         self._log = log
         self.doubts = Doubts(clock, doubt_s)
+        self.sightings = Sightings(clock) if sightings is None else sightings
         self._pace = Pace(clock)
         self._workers: dict[str, Worker] = {}  # by instance
         self._leaving: list[grpc.aio.Channel] = []
-        self._link_bytes_per_ms: dict[tuple[str, str], float] = {}  # by pair of instances
+        self._compared_at = clock.now()
+        self._compared: set[str] = set()  # instances
+        self._untried = UNTRIED
+        self._links: dict[tuple[str, str], Link] = {}  # by pair of instances
 
     async def run(self, every_s: float = 0.25) -> None:
         """Follow the mirror until cancelled."""
@@ -125,8 +135,7 @@ class Fleet:
 
     def snapshot(
         self,
-        num_tokens: int,
-        key: bytes,
+        asked: Asked,
         names: BlockNames,
         without: Mapping[Party, str] | None = None,
         *,
@@ -144,13 +153,15 @@ class Fleet:
         def refused(party: Party) -> str:
             return excluded.get(party, "") or ("" if trusting else self.doubts.why(party))
 
+        self._compare_workers()
         workers = list(self._workers.values())
         matched = self._matches(names)
         for instance, kept_tokens in (kept or {}).items():
             if (worker := self._workers.get(instance)) is not None:
-                matched[worker.name] = max(matched.get(worker.name, 0), kept_tokens)
-        links = self._link_bytes_per_ms
-        return take_snapshot(num_tokens, key, workers, matched, links, refused, self._pace)
+                known = matched.get(worker.name, NO_MATCH)
+                matched[worker.name] = replace(known, tokens=max(known.tokens, kept_tokens))
+        state = State(self._links, self._untried, self._pace, self._clock.now())
+        return take_snapshot(asked, workers, matched, state, refused)
 
     def book(
         self,
@@ -159,21 +170,41 @@ class Fleet:
         tokens: int,
         prompt_tokens: int = 0,
         compute_ms: float = 0.0,
+        shipped_bytes: int = 0,
     ) -> Booking:
-        """`tokens` of a prompt's `prompt_tokens` are to be computed, in `compute_ms`."""
-        prompt_tokens = max(tokens, prompt_tokens)
-        computing.book(tokens, prompt_tokens)
-        streaming.booked_requests += 1
+        """`tokens` of a prompt's `prompt_tokens` are to be computed, in `compute_ms`, and shipped
+        where the two are not one.
+        """
+        link = None if computing is streaming else self._link(computing, streaming)
+        booking = Booking(
+            computing,
+            streaming,
+            tokens,
+            max(tokens, prompt_tokens),
+            compute_ms,
+            self._clock,
+            link,
+            shipped_bytes,
+        )
+        booking.open()
         self._pace.note(compute_ms)
-        return Booking(computing, streaming, tokens, prompt_tokens)
+        return booking
 
-    def measure_link(self, pair: tuple[str, str], num_bytes: int, transfer_ms: float) -> None:
-        """Learn a link's speed. Sending waits for compute, so a sample is a lower bound of it."""
-        if num_bytes <= 0 or transfer_ms <= 0:
-            return
-        sample = num_bytes / transfer_ms
-        known = self._link_bytes_per_ms.get(pair, sample)
-        self._link_bytes_per_ms[pair] = max(sample, 0.95 * known + 0.05 * sample)
+    def note_output(self, num_tokens: int) -> None:
+        """A request has ended with so many tokens a choice."""
+        self._pace.note_output(num_tokens)
+
+    def _compare_workers(self) -> None:
+        """Take over what their curves have learned, from time to time and for who is new."""
+        now = self._clock.now()
+        if now - self._compared_at >= COMPARE_S or self._compared != self._workers.keys():
+            compare(self._workers.values())
+            self._untried = compare_links(self._links)
+            self._compared_at, self._compared = now, set(self._workers)
+
+    def _link(self, prefill: Worker, decode: Worker) -> Link:
+        pair = (prefill.record.instance, decode.record.instance)
+        return self._links.setdefault(pair, Link(curve=self._untried))
 
     def check(self) -> None:
         """Raise AssertionError unless everything booked was returned and no leg is left."""
@@ -199,21 +230,25 @@ class Fleet:
             leg.lose(reason)
         self._leaving.append(worker.channel)
         self.doubts.forget(instance)
-        self._link_bytes_per_ms = {
-            pair: speed for pair, speed in self._link_bytes_per_ms.items() if instance not in pair
-        }
+        self._links = {pair: link for pair, link in self._links.items() if instance not in pair}
         self._log.info("worker.gone", worker=worker.name, reason=reason)
 
-    def _matches(self, names: BlockNames) -> dict[str, int]:
-        """Tokens of the prompt each worker holds, by worker name, from the root."""
-        matched: dict[str, int] = {}
-        shapes = {
-            (each.record.manifest.namespace, each.record.manifest.block_size)
-            for each in self._workers.values()
-            if not each.unfit
-        }
-        for namespace, block_size in shapes:
-            found = self._mirror.longest(names(Namespace(bytes.fromhex(namespace)), block_size))
-            for name, num_blocks in found.items():
-                matched[name] = max(matched.get(name, 0), num_blocks * block_size)
+    def _matches(self, names: BlockNames) -> dict[str, Match]:
+        """How much of the prompt each worker holds, by worker name."""
+        matched: dict[str, Match] = {}
+        found: dict[tuple[str, int], tuple[Sequence[bytes], Mapping[str, int]]] = {}
+        for worker in self._workers.values():
+            if worker.unfit:
+                continue
+            manifest = worker.record.manifest
+            shape = (manifest.namespace, manifest.block_size)
+            if shape not in found:
+                named = names(Namespace(bytes.fromhex(manifest.namespace)), manifest.block_size)
+                found[shape] = (named, self._mirror.longest(named))
+            named, held = found[shape]
+            num_blocks = held.get(worker.name, 0)
+            expected = self.sightings.expected(named, worker.record.instance, num_blocks)
+            matched[worker.name] = Match(
+                num_blocks * manifest.block_size, expected * manifest.block_size
+            )
         return matched

@@ -1,7 +1,8 @@
 """The one handler behind both doors: from a request's bytes to the end of its stream.
 
-    admitted   there is a place for it in the register
+    entered    there is a place for it in the register
     checked    `validation` has accepted it; no worker has heard of it before
+    admitted   `admission` lets it through, now or after a time in line, or refuses it
     routed     `policy` has chosen who serves it; `Started` is sent
     attempted  `attempt` streams from both legs. One that fails early is followed by another one,
                with a fresh transfer id and without whoever failed; the last one is decode's alone
@@ -25,54 +26,51 @@ from protos import worker_pb2 as wpb
 from router import policy
 from router.attempt import Attempt, AttemptFailed
 from router.doubts import Party
-from router.errors import Broken, RequestFailed, TimedOut, Unavailable
+from router.entrance import Bounds, Entrance, Entrant, Judged
+from router.errors import Broken, RequestFailed, Unavailable
 from router.explain import explanation
-from router.fleet import BlockNames, Fleet
+from router.fleet import Fleet
+from router.forecast import Forecast, forecast
 from router.journey import Journey
 from router.legs import Work
+from router.line import Line
 from router.metrics import Metrics
 from router.record import Record
 from router.register import Register, Ticket
 from router.request import AcceptedRequest, Tenant
 from router.retry import conclusion, may_try_again
 from router.served_model import ServedModel
-from router.sightings import Sightings
 from router.snapshot import Snapshot
 from router.transcript import Diverged, Transcript
 from router.validation import Validator, checked_request_id
+from router.walls import Walls
 from router.worker import Worker
-
-POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """How long, and how often."""
-
-    request_timeout_s: float = 600.0  # where the client sets no deadline, and at most
-    admission_wait_s: float = 2.0  # for a first replica to appear
-    max_pair_attempts: int = 3  # then decode computes the prompt itself, once
-    retry_after_s: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class _Served:
     """What is known of one accepted request while it is served."""
 
-    request: AcceptedRequest
-    ticket: Ticket
+    entrant: Entrant
     transcript: Transcript
     journey: Journey
-    deadline: float
-    names: BlockNames
     without: dict[Party, str] = field(default_factory=dict)  # who failed it, and why
     kept: dict[str, int] = field(default_factory=dict)  # by instance: tokens that attempts left it
+
+    @property
+    def request(self) -> AcceptedRequest:
+        return self.entrant.request
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.entrant.ticket
 
 
 class Handler:
     """Belongs to one event loop.
 
-    `transfer_id` gives 16 bytes never given before, `request_id` an id for who brings none.
+    `walls` are watched where there is more than one tenant. `transfer_id` gives 16 bytes never
+    given before, `request_id` an id for who brings none.
     """
 
     def __init__(
@@ -85,7 +83,9 @@ class Handler:
         clock: Clock,
         log: structlog.typing.FilteringBoundLogger,
         bounds: Bounds | None = None,
+        line: Line | None = None,
         weights: policy.Weights | None = None,
+        walls: Walls | None = None,
         transfer_id: Callable[[], bytes] = lambda: secrets.token_bytes(16),
         request_id: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
@@ -97,8 +97,16 @@ class Handler:
         self._clock = clock
         self._log = log
         self._bounds = bounds or Bounds()
-        self._weights = weights or policy.Weights()
-        self._sightings = Sightings(clock)
+        self._entrance = Entrance(
+            fleet,
+            Line(clock) if line is None else line,
+            metrics,
+            clock,
+            self._bounds,
+            weights or policy.Weights(),
+        )
+        self._sightings = fleet.sightings
+        self._walls = walls
         self._transfer_id = transfer_id
         self._request_id = request_id
 
@@ -140,8 +148,9 @@ class Handler:
         """Where the request would go now. Raises InvalidRequest."""
         request_id = checked_request_id(request.request_id) or self._request_id()
         accepted = await self.validator.accept(request, request_id, tenant, door)
-        snapshot, decision = self._choose(accepted, accepted.block_names(), {})
-        return explanation(snapshot.prompt, decision)
+        ticket = Ticket(tenant, request_id)
+        judged = self._entrance.judge(self._entrant(accepted, ticket, self._clock.now(), None))
+        return _explanation(judged)
 
     def cancel(self, tenant: Tenant, request_id: str) -> bool:
         return self._register.cancel(tenant, request_id)
@@ -149,25 +158,30 @@ class Handler:
     def _served(
         self, accepted: AcceptedRequest, ticket: Ticket, now: float, timeout_s: float | None
     ) -> _Served:
-        most_s = self._bounds.request_timeout_s
         return _Served(
-            request=accepted,
-            ticket=ticket,
+            entrant=self._entrant(accepted, ticket, now, timeout_s),
             transcript=Transcript(
                 accepted.params, lambda: self.model.detokenizer(chat=accepted.chat)
             ),
             journey=Journey(self._clock, len(accepted.prompt), accepted_at=now),
-            deadline=now + min(most_s, most_s if timeout_s is None else timeout_s),
-            names=accepted.block_names(),
         )
 
+    def _entrant(
+        self, accepted: AcceptedRequest, ticket: Ticket, now: float, timeout_s: float | None
+    ) -> Entrant:
+        most_s = self._bounds.request_timeout_s
+        seconds = min(most_s, most_s if timeout_s is None else timeout_s)
+        return Entrant.of(accepted, ticket, now, seconds)
+
     async def _serve(self, served: _Served) -> AsyncGenerator[pb.GenerateResponse, None]:
-        snapshot, decision = await self._first_choice(served)
-        yield pb.GenerateResponse(started=self._started(served, snapshot, decision))
+        judged = await self._entrance.first_choice(served.entrant)
+        snapshot, decision = judged.snapshot, judged.decision
+        assert decision.chosen is not None
+        self._note_matches(served, snapshot, decision.chosen)
+        yield pb.GenerateResponse(started=self._started(served, judged))
         while True:
-            assert decision.chosen is not None
             try:
-                async with aclosing(self._attempt(served, snapshot, decision.chosen)) as events:
+                async with aclosing(self._attempt(served, snapshot, decision)) as events:
                     async for event in events:
                         yield event
                 break
@@ -184,11 +198,13 @@ class Handler:
         )
 
     async def _attempt(
-        self, served: _Served, snapshot: Snapshot, chosen: policy.Candidate
+        self, served: _Served, snapshot: Snapshot, decision: policy.Decision
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         served.ticket.check()
+        chosen = decision.chosen
+        assert chosen is not None
         work = self._work(served, snapshot, chosen)
-        served.journey.set_out(work)
+        served.journey.set_out(work, self._forecast(served, snapshot, decision))
         computing = snapshot.computing(chosen)
         self._sightings.note(_names(served, computing), computing.record.instance)
         self._metrics.routes.labels(computed_by="prefill" if work.prefill else "decode").inc()
@@ -199,9 +215,10 @@ class Handler:
             uncached,
             snapshot.prompt.num_tokens,
             chosen.terms.compute_ms,
+            snapshot.prompt.shipped_bytes(chosen.prefill, chosen.decode) if chosen.prefill else 0,
         )
         attempt = Attempt(
-            work, served.transcript, served.journey, booking, self._clock, served.deadline
+            work, served.transcript, served.journey, booking, self._clock, served.entrant.deadline
         )
         served.ticket.legs = attempt.legs
         try:
@@ -211,7 +228,14 @@ class Handler:
         finally:
             served.ticket.legs = None
             booking.close()
+            if not served.journey.computed:
+                self._sightings.drop(_names(served, computing), computing.record.instance)
         self._went_well(work, served)
+
+    def _forecast(self, served: _Served, snapshot: Snapshot, decision: policy.Decision) -> Forecast:
+        pins = served.request.pins
+        pinned = bool(pins.prefill or pins.decode)
+        return forecast(self._clock.now(), snapshot, decision, pinned=pinned)
 
     def _work(self, served: _Served, snapshot: Snapshot, chosen: policy.Candidate) -> Work:
         request = served.request
@@ -235,42 +259,6 @@ class Handler:
             holders=snapshot.holders(chosen.computing.name, chosen.decode.name),
         )
 
-    def _choose(
-        self,
-        request: AcceptedRequest,
-        names: BlockNames,
-        without: dict[Party, str],
-        pins: policy.Pins | None = None,
-        kept: dict[str, int] | None = None,
-    ) -> tuple[Snapshot, policy.Decision]:
-        """Those in doubt are asked only where nobody else is left."""
-        for trusting in (False, True):
-            snapshot = self._fleet.snapshot(
-                len(request.prompt), request.digest(), names, without, kept=kept, trusting=trusting
-            )
-            decision = policy.choose(
-                snapshot.prompt, snapshot.replicas, pins or request.pins, self._weights
-            )
-            if decision.chosen is not None:
-                break
-        return snapshot, decision
-
-    async def _first_choice(self, served: _Served) -> tuple[Snapshot, policy.Decision]:
-        """Wait a little where nobody can serve: a cluster that starts, a worker that comes back."""
-        wait_until = self._clock.now() + self._bounds.admission_wait_s
-        while True:
-            served.ticket.check()
-            snapshot, decision = self._choose(served.request, served.names, served.without)
-            if decision.chosen is not None:
-                self._note_matches(served, snapshot, decision.chosen)
-                return snapshot, decision
-            now = self._clock.now()
-            if now >= served.deadline:
-                raise TimedOut(f"the deadline passed while waiting: {decision.reason}")
-            if now >= wait_until:
-                raise Unavailable(decision.reason, retry_after_s=self._bounds.retry_after_s)
-            await self._clock.sleep(POLL_S)
-
     def _next_choice(
         self, served: _Served, failure: AttemptFailed
     ) -> tuple[Snapshot, policy.Decision]:
@@ -292,8 +280,8 @@ class Handler:
             if pins.prefill:
                 raise end(f"{attempts} attempts were made")
             pins = replace(pins, no_prefill=True)
-        snapshot, decision = self._choose(
-            served.request, served.names, served.without, pins, served.kept
+        snapshot, decision = self._entrance.choose(
+            served.entrant, served.without, pins, served.kept
         )
         if decision.chosen is None:
             raise end(decision.reason)
@@ -304,14 +292,17 @@ class Handler:
         return snapshot, decision
 
     def _went_well(self, work: Work, served: _Served) -> None:
-        decode, journey = work.decode.record.instance, served.journey
+        decode = work.decode.record.instance
+        self._fleet.note_output(served.transcript.tokens_per_choice)
+        prefill = work.prefill.name if work.prefill else ""
+        self._entrance.went_to(served.entrant, prefill, work.decode.name)
+        self._entrance.ended(served.entrant, served.transcript.num_tokens)
         computing = work.prefill or work.decode
         self._sightings.settle(_names(served, computing), computing.record.instance)
         self._fleet.doubts.clear(decode)
         if work.prefill is not None:
             pair = (work.prefill.record.instance, decode)
             self._fleet.doubts.clear(pair[0], pair)
-            self._fleet.measure_link(pair, journey.shipped_bytes, journey.transfer_ms)
 
     def _went_wrong(self, served: _Served, failure: AttemptFailed) -> None:
         blamed = failure.blamed()
@@ -334,9 +325,7 @@ class Handler:
             reason=str(failure),
         )
 
-    def _started(
-        self, served: _Served, snapshot: Snapshot, decision: policy.Decision
-    ) -> pb.Started:
+    def _started(self, served: _Served, judged: Judged) -> pb.Started:
         request = served.request
         started = pb.Started(
             request_id=request.request_id,
@@ -345,7 +334,7 @@ class Handler:
             seed=request.params.seed,
         )
         if request.explain:
-            started.explanation.CopyFrom(explanation(snapshot.prompt, decision))
+            started.explanation.CopyFrom(_explanation(judged))
         return started
 
     def _note_matches(self, served: _Served, snapshot: Snapshot, chosen: policy.Candidate) -> None:
@@ -355,6 +344,10 @@ class Handler:
         most = (journey.prompt_tokens - 1) // block_size
         oracle = min(most, self._sightings.depth(names))
         journey.oracle_tokens = oracle * block_size
+        if self._walls is not None:
+            namespace = Namespace(bytes.fromhex(computing.record.manifest.namespace))
+            known = self._walls.note(namespace, served.request.prompt, block_size)
+            journey.anybodys_tokens = min(most, known) * block_size
         journey.available_tokens = snapshot.available_tokens
         pair = [chosen.decode, *([chosen.prefill] if chosen.prefill else [])]
         journey.captured_tokens = max(snapshot.held_tokens(each) for each in pair)
@@ -370,7 +363,11 @@ class Handler:
         self._log.info("request.ended", **record.fields(seconds))
 
 
+def _explanation(judged: Judged) -> pb.Explanation:
+    return explanation(judged.snapshot.prompt, judged.decision, judged.line, judged.verdict)
+
+
 def _names(served: _Served, computing: Worker) -> Sequence[BlockHash]:
     """The prompt's full blocks, as this worker and the index call them."""
     manifest = computing.record.manifest
-    return served.names(Namespace(bytes.fromhex(manifest.namespace)), manifest.block_size)
+    return served.entrant.names(Namespace(bytes.fromhex(manifest.namespace)), manifest.block_size)

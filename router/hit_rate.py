@@ -2,7 +2,8 @@
 
 Five numbers that only shrink, all in prompt tokens:
 
-    oracle     some prompt routed before had these tokens: what a cache without end would give
+    oracle     some prompt of this tenant that was routed before had these tokens: what a cache
+               without end would give
     available  some usable worker holds them
     captured   the chosen pair holds them
     promised   whoever of the pair computes the prompt holds them
@@ -26,6 +27,7 @@ class Loss(Enum):
     """Why a token was computed; the first that applies."""
 
     NEW = "never seen"  # not a token of the oracle's
+    TENANT = "tenant wall"  # only others have sent it, and theirs is not shared
     EVICTED = "evicted"  # was announced once, or should have been by now
     LAG = "event lag"  # being computed, or computed so lately that nobody has told us
     EPOCH = "epoch"  # the life that held it is over
@@ -69,8 +71,11 @@ def account(
     promised: int,
     delivered: int,
     gone: Iterable[tuple[Loss, int]] = (),
+    anybodys: int = 0,
 ) -> HitRate:
     """The numbers of one request as they were seen, in one chain that adds up.
+
+    `anybodys` is what the oracle would be without walls between tenants.
 
     `gone` says in which way seen tokens ceased to be available, in the prompt's order, beginning
     with the first that is not; what it leaves open counts as evicted.
@@ -86,7 +91,9 @@ def account(
         lost[loss] += min(count, open_tokens)
         open_tokens -= min(count, open_tokens)
     lost[Loss.EVICTED] += open_tokens
-    lost[Loss.NEW] += prompt - oracle
+    walled = max(0, min(prompt, anybodys) - oracle)
+    lost[Loss.TENANT] += walled
+    lost[Loss.NEW] += prompt - oracle - walled
     lost[Loss.LOAD] += available - captured
     lost[Loss.PAIR] += captured - promised
     lost[Loss.STALE] += promised - delivered

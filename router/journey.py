@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from engine.clock import Clock
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
+from router.forecast import Forecast
 from router.hit_rate import HitRate, Loss, account
 from router.legs import Work
 
@@ -27,6 +28,7 @@ class Journey:
     decode_block_size: int = 1
     # When the request was first routed; see `hit_rate`.
     oracle_tokens: int = 0
+    anybodys_tokens: int = 0  # the oracle's, if tenants shared their blocks
     available_tokens: int = 0
     captured_tokens: int = 0
     promised_tokens: int = 0
@@ -38,10 +40,15 @@ class Journey:
     shipped_blocks: int = 0
     shipped_bytes: int = 0
     transfer_ms: float = 0.0
+    queue_ms: float = 0.0  # as the worker that computed the prompt says
+    compute_ms: float = 0.0
+    forecast: Forecast | None = None  # of the last attempt
 
-    def set_out(self, work: Work) -> None:
+    def set_out(self, work: Work, forecast: Forecast | None = None) -> None:
         """Another attempt starts."""
         self.attempts += 1
+        self.forecast = forecast
+        self.queue_ms = self.compute_ms = 0.0
         self.prefill = work.prefill.name if work.prefill else ""
         self.decode = work.decode.name
         self.wire = work.wire
@@ -64,6 +71,10 @@ class Journey:
         self.prefill_cached_tokens = cached_tokens
         self._cached(cached_tokens)
 
+    def first_tokens(self, said: wpb.FirstTokens) -> None:
+        self.prefill_cached(said.cached_tokens)
+        self.queue_ms, self.compute_ms = said.queue_ms, said.compute_ms
+
     def prefill_done(self, done: wpb.PrefillDone) -> None:
         self.computed_tokens = done.computed_tokens
         self.shipped_bytes = max(self.shipped_bytes, done.shipped_bytes)
@@ -81,6 +92,12 @@ class Journey:
             self.computed_tokens = done.computed_tokens
             self.decode_cached_blocks = done.cached_tokens // self.decode_block_size
             self._cached(done.cached_tokens)
+            self.queue_ms, self.compute_ms = done.queue_ms, done.compute_ms
+
+    @property
+    def computed(self) -> bool:
+        """Whether the last attempt has computed its prompt, as far as anyone has said."""
+        return self.first_token_at is not None or self.computed_tokens is not None
 
     @property
     def delivered_tokens(self) -> int:
@@ -97,11 +114,19 @@ class Journey:
             promised=self.promised_tokens,
             delivered=self.delivered_tokens,
             gone=self.gone,
+            anybodys=self.anybodys_tokens,
         )
 
     @property
     def ttft_s(self) -> float | None:
         return None if self.first_token_at is None else self.first_token_at - self.accepted_at
+
+    @property
+    def ttft_after_choice_s(self) -> float | None:
+        """Since the only attempt set out; None where several were made, or no token came."""
+        if self.forecast is None or self.first_token_at is None or self.attempts != 1:
+            return None
+        return self.first_token_at - self.forecast.made_at
 
     def tpot_s(self, tokens_per_choice: int) -> float | None:
         if self.first_token_at is None or self.last_token_at is None or tokens_per_choice < 2:

@@ -24,19 +24,22 @@ from prefix_index.index import IndexUnavailable
 from prefix_index.mirror import Mirror
 from prefix_index.redis_index import RedisIndex
 from router.callers import Callers
+from router.entrance import Bounds
 from router.errors import CannotStart
 from router.fleet import Fleet
-from router.generation import Bounds, Handler
+from router.generation import Handler
 from router.grpc_door import GrpcDoor
 from router.http_door import HttpDoor, HttpOptions
 from router.http_server import HttpServer
 from router.journal import journal
+from router.line import Line
 from router.metrics import Metrics
 from router.mirror_metrics import watch_mirror
 from router.register import Register
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.validation import Validator
+from router.walls import Walls
 from transport.grpc_options import channel_options
 
 READY_EVERY_S = 0.1
@@ -127,7 +130,10 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
         request_timeout_s=settings.request_timeout_s,
         admission_wait_s=settings.admission_wait_s,
         max_pair_attempts=settings.max_pair_attempts,
+        max_queue_s=settings.max_queue_s,
+        max_wait_s=settings.max_wait_s,
     )
+    line = Line(clock, settings.max_waiting, settings.tenant_weights)
     register = Register(settings.max_concurrent_requests, bounds.retry_after_s, clock)
     metrics = Metrics(model.name)
     metrics.watch(fleet, lambda: register.num_open)
@@ -138,7 +144,11 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
         settings.max_prompt_bytes,
         seed=lambda: secrets.randbits(63),
     )
-    handler = Handler(model, validator, fleet, register, metrics, clock, log, bounds)
+    metrics.watch_line(line)
+    walls = Walls() if len(set(settings.api_keys.values())) > 1 else None
+    handler = Handler(
+        model, validator, fleet, register, metrics, clock, log, bounds, line, walls=walls
+    )
     callers = Callers(settings.api_keys)
 
     def missing() -> str:

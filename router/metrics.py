@@ -7,16 +7,18 @@ Prompt tokens come in six numbers that only shrink, and what is lost between the
 from collections.abc import Callable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
 from prefix_index.index import Role
 from router.fleet import Fleet
 from router.hit_rate import KINDS
 from router.journey import Journey
+from router.line import Line
 from router.transcript import Transcript
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
 LONG_SECONDS = (*SECONDS, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 4.0, 10.0)
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 
 
@@ -50,6 +52,36 @@ class Metrics:
         self.lost_tokens = counter(
             "kvferry_lost_prompt_tokens", "Prompt tokens that were computed, by why.", "reason"
         )
+        self.rejections = counter(
+            "kvferry_rejections", "Requests that admission refused, by why.", "reason"
+        )
+        self.waited = Histogram(
+            "kvferry_line_seconds",
+            "Time in the router's line, of those who stood in it.",
+            buckets=LONG_SECONDS,
+            registry=self.registry,
+        )
+        self._ratio = Histogram(
+            "kvferry_prediction_ratio",
+            "What happened over what was predicted, by worker: times to the first token (of who"
+            " computes) and of each further one (of who streams).",
+            ("what", "worker"),
+            buckets=RATIOS,
+            registry=self.registry,
+        )
+        self._error = Summary(
+            "kvferry_prediction_error_seconds",
+            "How far from what happened the prediction was.",
+            ("what", "worker"),
+            registry=self.registry,
+        )
+        self._regret = Histogram(
+            "kvferry_regret_seconds",
+            "How much sooner the first token would have come from the best alternative, as far as"
+            " can be known afterwards; 0 where it would not.",
+            buckets=(0.0, *LONG_SECONDS),
+            registry=self.registry,
+        )
         self.shipped_bytes = counter("kvferry_shipped_bytes", "KV bytes shipped to decode.")
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens.", *labels)
         self._generated = counter("vllm:generation_tokens", "Tokens generated.", *labels)
@@ -82,6 +114,10 @@ class Metrics:
         for role in Role:
             live.labels(role=role.value).set_function(partial(fleet.num_live, role))
 
+    def watch_line(self, line: Line) -> None:
+        waiting = self._gauge("kvferry_line_requests", "Requests waiting at the router.")
+        waiting.set_function(lambda: len(line))
+
     def finished(self, journey: Journey, transcript: Transcript) -> None:
         """A request ended well."""
         rate = journey.hit_rate
@@ -104,6 +140,26 @@ class Metrics:
         tpot_s = journey.tpot_s(transcript.tokens_per_choice)
         if tpot_s is not None:
             self._tpot.labels(**self._model).observe(tpot_s)
+
+        self._judge(journey, tpot_s)
+
+    def _judge(self, journey: Journey, tpot_s: float | None) -> None:
+        """Compare what the decision expected with what happened."""
+        forecast, ttft_s = journey.forecast, journey.ttft_after_choice_s
+        if forecast is None or ttft_s is None:
+            return
+        self._compare("first token", forecast.computing, forecast.ttft_ms / 1000, ttft_s)
+        if tpot_s is not None and forecast.token_ms:
+            self._compare("each token", forecast.streaming, forecast.token_ms / 1000, tpot_s)
+        regret_ms = forecast.regret_ms(ttft_s * 1000)
+        if regret_ms is not None:
+            self._regret.observe(regret_ms / 1000)
+
+    def _compare(self, what: str, worker: str, predicted_s: float, happened_s: float) -> None:
+        labels = {"what": what, "worker": worker}
+        if predicted_s > 0:
+            self._ratio.labels(**labels).observe(happened_s / predicted_s)
+        self._error.labels(**labels).observe(abs(happened_s - predicted_s))
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self.registry)

@@ -22,6 +22,7 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
+TARGETS = ("ttft_ms", "token_ms", "deadline_ms")
 INTEGERS = ("top_k", "seed", "n", "min_tokens")
 TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
 
@@ -217,7 +218,38 @@ def _put_prompt(request: pb.GenerateRequest, prompt: object, field: str) -> None
 
 
 def _request(fields: Fields, sampling: pb.SamplingParams, request_id: str) -> pb.GenerateRequest:
-    return pb.GenerateRequest(request_id=request_id, model=fields.text("model"), sampling=sampling)
+    request = pb.GenerateRequest(
+        request_id=request_id, model=fields.text("model"), sampling=sampling
+    )
+    _put_wishes(request, fields)
+    return request
+
+
+def _put_wishes(request: pb.GenerateRequest, fields: Fields) -> None:
+    """Our extensions: how fast, before whom, and where its session went before."""
+    wanted = Fields(fields.mapping("slo"))
+    for name in TARGETS:
+        value = wanted.body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequest(f"slo.{name}", f"must be a number, got {shown(value)}")
+        try:
+            setattr(request.targets, name, value)
+        except OverflowError:
+            raise InvalidRequest(f"slo.{name}", f"must be a number, got {shown(value)}") from None
+    try:
+        request.targets.strict = wanted.flag("strict")
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            "slo.strict", f"must be true or false, got {shown(wanted.body['strict'])}"
+        ) from error
+    priority = fields.body.get("priority")
+    if priority is not None:
+        if type(priority) is not int or not -(2**31) <= priority < 2**31:
+            raise InvalidRequest("priority", f"must be a whole number, got {shown(priority)}")
+        request.priority = priority
+    request.session = fields.text("session_id")
 
 
 def _sampling(fields: Fields) -> pb.SamplingParams:

@@ -1,4 +1,6 @@
-"""How fast prompts come and how much work they bring, over the last minute or so."""
+"""How fast prompts come, how much work they bring and how long answers get, over the last minute
+or so.
+"""
 
 import math
 
@@ -18,12 +20,25 @@ class Pace:
         self._as_of = clock.now()
         self._prompts = 0.0
         self._work_ms = 0.0
+        self._answers = 0.0
+        self._output_tokens = 0.0
 
     def note(self, work_ms: float) -> None:
         """A prompt was routed that takes so long to compute."""
         self._decay()
         self._prompts += 1
         self._work_ms += work_ms
+
+    def note_output(self, num_tokens: int) -> None:
+        """An answer has ended with so many tokens."""
+        self._decay()
+        self._answers += 1
+        self._output_tokens += num_tokens
+
+    @property
+    def output_tokens(self) -> float:
+        """Of an answer, in the mean; 0 where none was seen."""
+        return self._output_tokens / self._answers if self._answers else 0.0
 
     @property
     def prompts_per_ms(self) -> float:
@@ -47,4 +62,6 @@ class Pace:
             left = math.exp((self._as_of - now) / self._window_s)
             self._prompts *= left
             self._work_ms *= left
+            self._answers *= left
+            self._output_tokens *= left
             self._as_of = now

@@ -9,6 +9,7 @@ import xxhash
 from engine.sampling_params import SamplingParams
 from kvcache.block_hash import BlockHash, Namespace, TenantKey, index_names
 from router.policy import Pins
+from router.targets import NO_TARGETS, Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,9 @@ class AcceptedRequest:
     params: SamplingParams
     tenant: Tenant
     pins: Pins = field(default_factory=Pins)
+    targets: Targets = NO_TARGETS
+    priority: int = 0
+    session: str = ""
     max_chunk_tokens: int = 0  # 0: the worker's own
     explain: bool = False
     chat: bool = False

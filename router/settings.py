@@ -30,6 +30,12 @@ class RouterSettings(BaseModel):
     max_concurrent_requests: Count = 256
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     admission_wait_s: Seconds = 2.0  # for a first replica to appear
+    # Work a worker may have ahead and still be given more; beyond, requests wait at the router.
+    max_queue_s: Annotated[float, Field(gt=0, le=86_400)] = 10.0
+    max_waiting: Annotated[int, Field(ge=0)] = 128  # requests that wait there; 0: none may
+    max_wait_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0  # to the first token, waiting
+    # By identity: how much of a crowded cluster it gets, against the usual 1.
+    tenant_weights: dict[str, Annotated[float, Field(gt=0, le=1000)]] = Field(default_factory=dict)
     max_pair_attempts: Count = 3  # then decode computes the prompt itself
     doubt_s: Annotated[float, Field(gt=0, le=60)] = 2.0  # a worker that failed is left out
     drain_s: Seconds = 10.0  # what runs may finish at SIGTERM

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from engine.clock import Clock
 from router.hit_rate import Loss
 
+LONG_AGO = float("-inf")
+
 
 @dataclass(slots=True, eq=False)
 class _Sighting:
@@ -58,6 +60,35 @@ class Sightings:
         self._young.seen.update(dict.fromkeys(names, sighting))
         self._young.underway[names[-1], instance] = sighting
 
+    def expected(self, names: Sequence[bytes], instance: str, held: int) -> int:
+        """How many of `names`, from the first on, `instance` holds or is about to: `held` of them
+        as far as the index knows, and those that follow because a prompt of theirs went there last
+        and is being computed, or was so lately that its news may still be on their way.
+        """
+        fresh: _Sighting | None = None
+        young, old = self._young.seen, self._old.seen
+        for at in range(held, len(names)):
+            sighting = young.get(names[at]) or old.get(names[at])
+            if sighting is None or sighting.instance != instance:
+                return at
+            if sighting is not fresh and not self._is_underway(sighting):
+                return at
+            fresh = sighting
+        return len(names)
+
+    def drop(self, names: Sequence[bytes], instance: str) -> None:
+        """The prompt was not computed there after all. Safe to say of one that was."""
+        if not names:
+            return
+        for generation in (self._young, self._old):
+            sighting = generation.underway.pop((names[-1], instance), None)
+            if sighting is not None:
+                sighting.computed_at = LONG_AGO
+
+    def _is_underway(self, sighting: _Sighting) -> bool:
+        computed_at = sighting.computed_at
+        return computed_at is None or self._clock.now() - computed_at < self._lag_s
+
     def settle(self, names: Sequence[bytes], instance: str) -> None:
         """`instance` has computed them, or had them."""
         if not names:
@@ -90,7 +121,6 @@ class Sightings:
             return Loss.EVICTED
         if not is_live(sighting.instance):
             return Loss.EPOCH
-        computed_at = sighting.computed_at
-        if computed_at is None or self._clock.now() - computed_at < self._lag_s:
+        if self._is_underway(sighting):
             return Loss.LAG
         return Loss.EVICTED

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from itertools import product
+from math import inf
 
 from prefix_index.index import Manifest, Role, WorkerRecord
 from router import policy
+from router.curves import LinkCurve
 from router.doubts import Party
+from router.lazily import Lazily
 from router.pace import Pace
-from router.worker import Worker
+from router.targets import NO_TARGETS, Targets
+from router.worker import Link, Worker
 
-NO_SPEED_YET_MS = 1.0  # per prompt token, until any worker has measured it
 BYTES_PER_VALUE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 PLANES = 2  # K and V
 MAX_HOLDERS = 4  # that decode is told of
@@ -26,14 +29,19 @@ class Snapshot:
     decodes: Mapping[str, Worker]
 
     @property
+    def computers(self) -> Sequence[policy.Replica]:
+        """Who could compute a prompt: prefill's, or where there is none of them, decode's."""
+        return self.replicas.prefills or self.replicas.decodes
+
+    @property
     def available_tokens(self) -> int:
         """The most prompt tokens that any usable worker need not compute."""
         seen = [*self.replicas.prefills, *self.replicas.decodes]
         return max((self.held_tokens(each) for each in seen if not each.refused), default=0)
 
     def held_tokens(self, replica: policy.Replica) -> int:
-        """The prompt tokens it need not compute."""
-        return self.prompt.num_tokens - self.prompt.uncached_tokens(replica)
+        """The prompt tokens it need not compute, as far as the index knows."""
+        return self.prompt.held_tokens(replica)
 
     def computing(self, candidate: policy.Candidate) -> Worker:
         """Who would compute the prompt."""
@@ -50,46 +58,83 @@ class Snapshot:
         return tuple(workers[each.name].record for each in best)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What of a request the policy is told."""
+
+    num_tokens: int
+    key: bytes
+    max_tokens: int = 0  # of each choice
+    targets: Targets = NO_TARGETS
+    session: tuple[str, str] | None = None  # where it was last
+    left_ms: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of a prompt a worker holds, and will hold, from the root."""
+
+    tokens: int = 0
+    expected_tokens: int = 0
+
+
+NO_MATCH = Match()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is known besides the workers: links by pair of instances, and the curve of the others,
+    and how prompts come.
+    """
+
+    links: Mapping[tuple[str, str], Link]
+    untried: LinkCurve
+    pace: Pace
+    now: float
+
+
 def take_snapshot(
-    num_tokens: int,
-    key: bytes,
+    asked: Asked,
     workers: Sequence[Worker],
-    matched_tokens: Mapping[str, int],
-    link_bytes_per_ms: Mapping[tuple[str, str], float],
+    matched: Mapping[str, Match],
+    state: State,
     refused: Callable[[Party], str],
-    pace: Pace,
 ) -> Snapshot:
-    """`matched_tokens` is by worker name, link speeds by pair of instances.
+    """`matched` is by worker name.
 
     `refused` says what speaks against an instance or a pair of them, beyond their own state.
     """
     prefills = _by_name(workers, Role.PREFILL)
     decodes = _by_name(workers, Role.DECODE)
     shape = _shape([*decodes.values(), *prefills.values()])
-    usual_ms = _usual_ms_per_token(workers)
-    pairs = [(prefill, decode) for prefill in prefills.values() for decode in decodes.values()]
+
+    def pairs() -> Iterable[tuple[str, str]]:
+        return product(prefills, decodes)
+
+    def against(pair: tuple[str, str]) -> str | None:
+        prefill, decode = prefills[pair[0]], decodes[pair[1]]
+        why = _mismatch(prefill, decode) or refused(_instances(prefill, decode))
+        return f"{prefill.name} and {decode.name}: {why}" if why else None
+
+    def link(pair: tuple[str, str]) -> policy.Link | None:
+        known = state.links.get(_instances(prefills[pair[0]], decodes[pair[1]]))
+        return policy.Link(known.curve, known.in_flight_bytes) if known else None
 
     def replica(worker: Worker) -> policy.Replica:
         why = worker.standing or refused(worker.record.instance)
-        return _replica(worker, matched_tokens.get(worker.name, 0), why, usual_ms)
+        match = matched.get(worker.name, NO_MATCH)
+        return _replica(worker, match, why, asked.num_tokens, state.now)
 
     replicas = policy.Replicas(
         prefills=[replica(worker) for worker in prefills.values()],
         decodes=[replica(worker) for worker in decodes.values()],
-        refused_pairs={
-            (prefill.name, decode.name): f"{prefill.name} and {decode.name}: {why}"
-            for prefill, decode in pairs
-            if (why := _mismatch(prefill, decode) or refused(_instances(prefill, decode)))
-        },
-        link_bytes_per_ms={
-            (prefill.name, decode.name): speed
-            for prefill, decode in pairs
-            if (speed := link_bytes_per_ms.get(_instances(prefill, decode)))
-        },
-        prompts_per_ms=pace.prompts_per_ms,
-        busy=pace.busy,
+        refused_pairs=Lazily(pairs, against),
+        links=Lazily(pairs, link),
+        untried=policy.Link(state.untried),
+        prompts_per_ms=state.pace.prompts_per_ms,
+        busy=state.pace.busy,
     )
-    return Snapshot(_prompt(num_tokens, key, shape), replicas, prefills, decodes)
+    return Snapshot(_prompt(asked, shape, state.pace), replicas, prefills, decodes)
 
 
 def _by_name(workers: Iterable[Worker], role: Role) -> dict[str, Worker]:
@@ -112,41 +157,51 @@ def _mismatch(prefill: Worker, decode: Worker) -> str:
     return prefill.record.manifest.mismatch(decode.record.manifest) or ""
 
 
-def _usual_ms_per_token(workers: Iterable[Worker]) -> float:
-    """What to expect of a worker that has computed no prompt yet: what the others need."""
-    measured = [each.record.load.prefill_ms_per_token for each in workers if not each.unfit]
-    return mean([ms for ms in measured if ms > 0] or [NO_SPEED_YET_MS])
-
-
 def _replica(
-    worker: Worker, matched_tokens: int, refused: str, usual_ms_per_token: float
+    worker: Worker, match: Match, refused: str, num_tokens: int, now: float
 ) -> policy.Replica:
     load, block_size = worker.record.load, max(1, worker.record.manifest.block_size)
+    curve, steps = worker.curve, worker.steps
+    running = max(load.running, worker.booked_requests)
+    joined_ms = steps.ms(running + 1, load.context_tokens + num_tokens) if steps else 0.0
     return policy.Replica(
         name=worker.name,
-        ms_per_token=load.prefill_ms_per_token or usual_ms_per_token,
+        ms_per_token=curve.token_ms,
+        prompt_ms=curve.prompt_ms,
+        look_ms=curve.look_ms,
+        dispatch_ms=worker.dispatch_ms,
+        joined_step_ms=joined_ms,
+        measured=worker.measured_curve is not None,
         block_size=block_size,
         queued_tokens=worker.foreign_tokens + worker.booked_tokens,
-        matched_blocks=matched_tokens // block_size,
-        running=max(load.running, worker.booked_requests),
+        queued_ms=worker.ahead_ms(now, curve.token_ms),
+        matched_blocks=match.tokens // block_size,
+        expected_blocks=match.expected_tokens // block_size,
+        running=running,
         waiting=load.waiting,
         step_ms=load.decode_step_ms,
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
         wires=worker.record.manifest.wires,
         host=worker.record.manifest.host,
+        node=worker.record.manifest.node,
+        zone=worker.record.manifest.zone,
         refused=refused,
     )
 
 
-def _prompt(num_tokens: int, key: bytes, shape: Manifest | None) -> policy.Prompt:
+def _prompt(asked: Asked, shape: Manifest | None, pace: Pace) -> policy.Prompt:
     if shape is None:
-        return policy.Prompt(num_tokens, token_bytes=0, num_layers=1, key=key)
+        return policy.Prompt(asked.num_tokens, token_bytes=0, num_layers=1, key=asked.key)
     cells = shape.num_layers * shape.num_kv_heads * PLANES
     value_bytes = BYTES_PER_VALUE.get(shape.dtype, 4)
     return policy.Prompt(
-        num_tokens=num_tokens,
+        num_tokens=asked.num_tokens,
         token_bytes=cells * shape.head_dim * value_bytes,
         num_layers=shape.num_layers,
-        key=key,
+        key=asked.key,
+        output_tokens=min(asked.max_tokens, pace.output_tokens),
+        targets=asked.targets,
+        session=asked.session,
+        left_ms=asked.left_ms,
     )

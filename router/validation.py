@@ -15,6 +15,7 @@ from protos import inference_pb2 as pb
 from router.errors import InvalidRequest, TooLarge, shown
 from router.policy import Pins
 from router.request import AcceptedRequest, Tenant
+from router.targets import MAX_PRIORITY, MAX_SESSION_CHARS, MAX_TARGET_MS, Targets
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_NAME_CHARS = 200
@@ -60,7 +61,9 @@ class Validator:
     ) -> AcceptedRequest:
         """Check everything. Raises InvalidRequest, naming field, value and limit."""
         self.check_model(request.model)
-        pins = _pins(request.pins)
+        pins, targets = _pins(request.pins), _targets(request.targets)
+        _check_priority(request.priority)
+        session = checked_label("session", request.session, MAX_SESSION_CHARS)
         limits = self.limits()
         try:
             if request.HasField("token_ids"):
@@ -79,6 +82,9 @@ class Validator:
             params=params,
             tenant=tenant,
             pins=pins,
+            targets=targets,
+            priority=request.priority,
+            session=session,
             max_chunk_tokens=request.pins.max_chunk_tokens,
             explain=request.explain,
             chat=request.WhichOneof("input") == "chat",
@@ -160,13 +166,32 @@ def invalid(error: InvalidParam) -> InvalidRequest:
 
 def checked_request_id(request_id: str) -> str:
     """The id as it is, if it may stand in logs and headers; empty if the client gave none."""
-    if len(request_id) > MAX_REQUEST_ID_CHARS or not VISIBLE_ASCII.issuperset(request_id):
+    return checked_label("request_id", request_id, MAX_REQUEST_ID_CHARS)
+
+
+def checked_label(field: str, label: str, max_chars: int) -> str:
+    if len(label) > max_chars or not VISIBLE_ASCII.issuperset(label):
         raise InvalidRequest(
-            "request_id",
-            f"must have at most {MAX_REQUEST_ID_CHARS} visible ASCII characters,"
-            f" got {shown(request_id)}",
+            field, f"must have at most {max_chars} visible ASCII characters, got {shown(label)}"
         )
-    return request_id
+    return label
+
+
+def _check_priority(priority: int) -> None:
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            "priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}"
+        )
+
+
+def _targets(targets: pb.Targets) -> Targets:
+    for name in ("ttft_ms", "token_ms", "deadline_ms"):
+        value = getattr(targets, name)
+        if not 0 <= value <= MAX_TARGET_MS:  # NaN is not, either
+            raise InvalidRequest(
+                f"targets.{name}", f"must be from 0 to {MAX_TARGET_MS:.0f} ms, got {value}"
+            )
+    return Targets(targets.ttft_ms, targets.token_ms, targets.deadline_ms, targets.strict)
 
 
 def _pins(pins: pb.Pins) -> Pins:

@@ -305,5 +305,8 @@ def _load(engine: Engine, doors: Doors) -> Load:
         total_blocks=load.total_blocks,
         prefill_ms_per_token=load.prefill_ms_per_token,
         decode_step_ms=load.decode_step_ms,
+        step_sequences=load.step_sequences,
+        step_context_tokens=load.step_context_tokens,
+        context_tokens=load.context_tokens,
         draining=not doors.open,
     )

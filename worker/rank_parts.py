@@ -103,4 +103,6 @@ def manifest_of(settings: WorkerSettings, source: ModelSource) -> Manifest:
         wires=settings.wires,
         host=host_id(),
         kv_layout=settings.kv_layout.value,
+        node=settings.node,
+        zone=settings.zone,
     )

@@ -36,6 +36,9 @@ class WorkerSettings(BaseModel):
     host: str = "127.0.0.1"
     port: Port = 0
     system_port: Port = 0
+    # Labels: shipping costs a little more between two nodes, and more between two zones.
+    node: Annotated[str, Field(max_length=200)] = ""
+    zone: Annotated[str, Field(max_length=200)] = ""
     redis_url: str = "redis://127.0.0.1:6380"
     key_prefix: Annotated[str, Field(min_length=1, max_length=32)] = "kvferry"
 

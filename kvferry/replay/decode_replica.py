@@ -171,6 +171,9 @@ class DecodeReplica:
             prefill_ms_per_token=self.speeds.usual_ms_per_token * self.unit,
             decode_step_ms=self._step_ms(),
             draining=False,
+            step_sequences=max(1, len(self._ends)),
+            step_context_tokens=self._context_tokens / self.unit,
+            context_tokens=self._context_tokens // self.unit,
         )
 
     def news(self) -> tuple[Load, list[BlockEvent]]:

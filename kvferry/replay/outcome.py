@@ -41,6 +41,7 @@ class Served:
     total_ms: float
     output_tokens: int
     hit_rate: HitRate
+    regret_ms: float | None = None  # see `router.forecast`; None: there was no alternative
 
     @property
     def tpot_ms(self) -> float:
@@ -97,6 +98,19 @@ class Outcome:
         )
 
     @property
+    def regret_ms(self) -> float:
+        """How much sooner the first token would have come from the best alternative, in the mean
+        over the requests that had one.
+        """
+        known = [each.regret_ms for each in self.served if each.regret_ms is not None]
+        return fmean(known) if known else 0.0
+
+    @property
+    def prediction_ratio(self) -> float:
+        """What happened over what was predicted, in the median."""
+        return quantile([each.ttft_ms / max(1e-3, each.predicted_ms) for each in self.served], 0.5)
+
+    @property
     def digest(self) -> str:
         """Equal exactly for equal decision logs."""
         text = "\n".join(each.line() for each in self.decisions)
@@ -119,6 +133,8 @@ class Outcome:
             "ttft_ms": spread_of(figures.ttft_ms),
             "tpot_ms": spread_of(figures.tpot_ms),
             "prediction_error_ms": self.prediction_error_ms,
+            "prediction_ratio": self.prediction_ratio,
+            "regret_ms": self.regret_ms,
             "work_ms": dict(self.work_ms),
             "decisions": self.digest,
         }

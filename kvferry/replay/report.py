@@ -22,7 +22,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     made.add_column("policy")
     for name in ("oracle", "available", "captured", "promised", "delivered"):
         made.add_column(name, justify="right")
-    for name in ("imbalance", "mean", "p50", "p90", "p99", "prediction", "per token"):
+    columns = ("imbalance", "mean", "p50", "p90", "p99", "prediction", "regret", "per token")
+    for name in columns:
         made.add_column(name, justify="right")
     for each in outcomes:
         rate = each.hit_rate
@@ -33,6 +34,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             f"{each.imbalance:.2f}",
             *(_seconds(each.ttft_ms(share)) for share in (None, 0.5, 0.9, 0.99)),
             f"± {_seconds(error_ms)}",
+            _seconds(each.regret_ms),
             f"{quantile(each.figures.tpot_ms, 0.5):.1f} ms",
         )
     return made
@@ -43,11 +45,12 @@ def losses(found: Sequence[Figures]) -> Table:
     made = Table()
     made.add_column("")
     made.add_column("delivered", justify="right")
-    for loss in Loss:
+    shown = [loss for loss in Loss if loss is not Loss.TENANT]  # a trace has one tenant
+    for loss in shown:
         made.add_column(loss.value, justify="right")
     for each in found:
         rate = each.hit_rate
-        lost = (rate.rate(rate.lost.get(loss, 0)) for loss in Loss)
+        lost = (rate.rate(rate.lost.get(loss, 0)) for loss in shown)
         made.add_row(each.name, f"{each.delivered:.1%}", *(f"{share:.1%}" for share in lost))
     return made
 
@@ -110,7 +113,7 @@ def _plot_split(axes: Any, found: Sequence[Figures]) -> None:
     rates = [each.hit_rate for each in found]
     left = [100 * rate.rate(rate.delivered) for rate in rates]
     axes.barh(names, left, label="delivered", color="#2b6cb0")
-    shown = [loss for loss in Loss if loss is not Loss.NEW]
+    shown = [loss for loss in Loss if loss not in (Loss.NEW, Loss.TENANT)]  # a trace has one tenant
     for number, loss in enumerate(shown):
         colour = GREYS[number % len(GREYS)]
         widths = [100 * rate.rate(rate.lost.get(loss, 0)) for rate in rates]

@@ -31,14 +31,16 @@ from kvferry.replay.virtual_time import VirtualClock, run_virtual
 from prefix_index.index import Role
 from prefix_index.mirror import Mirror
 from router import policy
+from router.entrance import Bounds
 from router.fleet import Fleet
-from router.generation import Bounds
+from router.forecast import forecast
 from router.hit_rate import HitRate, account
 from router.journal import journal
 from router.sightings import Sightings
-from router.snapshot import Snapshot
+from router.snapshot import Asked, Snapshot
 
 NOBODY_POLL_S = 0.05
+MAX_TOKENS = 1 << 16  # that a client asks for: the router does not know how long an answer gets
 
 
 def replay(trace: Trace, options: Options, progress: Callable[[], None] = lambda: None) -> Outcome:
@@ -87,9 +89,23 @@ class _Try:
     """One attempt, as it was chosen."""
 
     snapshot: Snapshot
-    chosen: policy.Candidate
+    decision: policy.Decision
     rates: dict[str, int]
     gone: list[Any] = field(default_factory=list)
+
+    @property
+    def chosen(self) -> policy.Candidate:
+        assert self.decision.chosen is not None
+        return self.decision.chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What became of an attempt that went well."""
+
+    first_token_at: float
+    hit_rate: HitRate
+    regret_ms: float | None
 
 
 class _Simulation:
@@ -115,6 +131,7 @@ class _Simulation:
             lambda _address: cast(grpc.aio.Channel, _Channel()),
             self._clock,
             journal(io.StringIO()),
+            sightings=self._sightings,
         )
         await self.crew.start()
         following = asyncio.create_task(mirror.run())
@@ -163,7 +180,7 @@ class _Simulation:
             attempts += 1
             predicted_ms = (self._clock.now() - started) * 1000 + made.chosen.terms.ttft_ms
             try:
-                ttft_at, rate = await self._attempt(number, arrival, names, made)
+                answer = await self._attempt(number, arrival, names, made)
             except LifeOver as error:
                 self._went_wrong(made, error, without)
                 if error.streaming or attempts > self._bounds.max_pair_attempts:
@@ -176,10 +193,11 @@ class _Simulation:
                 decode=made.chosen.decode.name,
                 attempts=attempts,
                 predicted_ms=predicted_ms,
-                ttft_ms=(ttft_at - started) * 1000,
+                ttft_ms=(answer.first_token_at - started) * 1000,
                 total_ms=total_s * 1000,
                 output_tokens=arrival.output_tokens,
-                hit_rate=rate,
+                hit_rate=answer.hit_rate,
+                regret_ms=answer.regret_ms,
             )
 
     def _went_wrong(self, made: _Try, error: LifeOver, without: dict[Any, str]) -> None:
@@ -204,7 +222,8 @@ class _Simulation:
             return names
 
         for trusting in (False, True):
-            snapshot = self._fleet.snapshot(num_tokens, key, named, without, trusting=trusting)
+            asked = Asked(num_tokens, key, MAX_TOKENS)
+            snapshot = self._fleet.snapshot(asked, named, without, trusting=trusting)
             usable = [each for each in snapshot.replicas.prefills if not each.refused]
             pins = policy.Pins(prefill=self._pick(usable, names) if usable else "")
             decision = policy.choose(snapshot.prompt, snapshot.replicas, pins)
@@ -223,7 +242,7 @@ class _Simulation:
                 chosen.computing.matched_blocks,
             )
         )
-        return self._observe(arrival, names, snapshot, chosen)
+        return self._observe(arrival, names, snapshot, decision)
 
     def _salted(self, key: bytes) -> bytes:
         """What ties go by: prompts of another seed are other prompts."""
@@ -235,9 +254,11 @@ class _Simulation:
         arrival: Arrival,
         names: Sequence[BlockHash],
         snapshot: Snapshot,
-        chosen: policy.Candidate,
+        decision: policy.Decision,
     ) -> _Try:
         """What is known of the prompt's blocks before anything of it has been computed."""
+        chosen = decision.chosen
+        assert chosen is not None
         block_tokens = self._trace.block_tokens
         reusable = (arrival.num_tokens - 1) // block_tokens
 
@@ -256,47 +277,69 @@ class _Simulation:
             "captured": held(*pair) * block_tokens,
             "promised": held(chosen.computing) * block_tokens,
         }
-        return _Try(snapshot, chosen, rates, gone)
+        return _Try(snapshot, decision, rates, gone)
 
     async def _attempt(
         self, number: int, arrival: Arrival, names: Sequence[BlockHash], made: _Try
-    ) -> tuple[float, HitRate]:
-        """Until the last token; when the first one was out, and what became of the prompt's."""
+    ) -> _Answer:
+        """Until the last token."""
         snapshot, chosen = made.snapshot, made.chosen
         decoding = snapshot.decodes[chosen.decode.name]
         computing = snapshot.computing(chosen)
         decode = self.crew.decodes[decoding.record.instance]
         uncached = snapshot.prompt.uncached_tokens(chosen.computing)
+        expected = forecast(self._clock.now(), snapshot, made.decision)
         booking = self._fleet.book(
-            computing, decoding, uncached, snapshot.prompt.num_tokens, chosen.terms.compute_ms
+            computing,
+            decoding,
+            uncached,
+            snapshot.prompt.num_tokens,
+            chosen.terms.compute_ms,
+            snapshot.prompt.shipped_bytes(chosen.prefill, chosen.decode) if chosen.prefill else 0,
         )
 
-        def computed() -> float:
-            booking.computed()
+        def computed(compute_ms: float, cached_tokens: int) -> float:
+            now = self._clock.now()
+            queue_ms = (now - expected.made_at) * 1000 - compute_ms
+            booking.computed_in(queue_ms, compute_ms, cached_tokens // self._unit)
             self._sightings.settle(names, computing.record.instance)
-            return self._clock.now()
+            return now
 
         try:
             if chosen.prefill is None:
                 place = await decode.reserve(number, arrival, alone=True)
                 async with _left(decode, place):
                     cached_tokens = await decode.compute(place)
-                    first_token_at = computed()
+                    speeds = self._options.speeds
+                    compute_ms = speeds.prefill_ms(arrival.num_tokens, cached_tokens)
+                    first_token_at = computed(compute_ms, cached_tokens)
                     await decode.stream(place)
             else:
                 prefill = self.crew.prefills[computing.record.instance]
                 async with _reserving(decode, number, arrival) as reserving:
                     done = await prefill.compute(arrival)
-                    cached_tokens, first_token_at = done.cached_tokens, computed()
+                    cached_tokens = done.cached_tokens
+                    first_token_at = computed(done.compute_ms, cached_tokens)
                     place = await self._take_over(arrival, prefill, done, decode, reserving)
+                    booking.shipped_in(*self._shipment(arrival, place, done))
                     await decode.stream(place)
         finally:
             booking.close()
+        self._fleet.note_output(arrival.output_tokens)
         self._fleet.doubts.clear(computing.record.instance)
         rate = account(
             prompt=arrival.num_tokens, delivered=cached_tokens, gone=made.gone, **made.rates
         )
-        return first_token_at, rate
+        ttft_ms = (first_token_at - expected.made_at) * 1000
+        return _Answer(first_token_at, rate, expected.regret_ms(ttft_ms))
+
+    def _shipment(self, arrival: Arrival, place: Place, done: Computed) -> tuple[int, float, float]:
+        """Its bytes, and the milliseconds that it and the compute before it took."""
+        speeds = self._options.speeds
+        lacking = arrival.num_tokens - place.cached_blocks * self._trace.block_tokens
+        num_bytes = max(0, lacking) * speeds.token_bytes
+        link_ms = num_bytes / speeds.link_bytes_per_ms
+        return num_bytes, max(link_ms, done.compute_ms), done.compute_ms
 
     async def _take_over(
         self,
@@ -311,8 +354,7 @@ class _Simulation:
         try:
             place = await reserving
             decode.bind(place)
-            lacking = arrival.num_tokens - place.cached_blocks * self._trace.block_tokens
-            num_bytes = max(0, lacking) * speeds.token_bytes
+            num_bytes, _, _ = self._shipment(arrival, place, done)
             link_ms = num_bytes / speeds.link_bytes_per_ms
             await self._clock.sleep(max(0.0, link_ms - done.compute_ms) / 1000)
             decode.adopt(place)

@@ -5,17 +5,22 @@ from typing import Any
 import pytest
 import torch
 
+from engine.load import share
 from engine.request import (
     Admitted,
+    Choice,
     DuplicateRequest,
     EngineStopped,
     Failed,
     QueueFull,
     Refused,
+    Request,
     TokenOutput,
     TooLarge,
 )
-from engine.sampling_params import choice_seed
+from engine.sampling_params import SamplingParams, choice_seed
+from engine.scheduler import Slice, Step
+from engine.stop_rules import StopRules
 from kvcache.block_hash import tenant_key
 from kvcache.block_pool import Removed, Stored
 from kvcache.kv_store import KvStore
@@ -459,8 +464,31 @@ def test_load_and_books_say_what_is_where() -> None:
     books = worker.engine.books()
     assert (books.running_requests, books.waiting_requests, books.used_blocks) == (1, 1, 2)
     worker.drain()
-    assert worker.engine.load().decode_step_ms > 0
+    load = worker.engine.load()
+    assert load.decode_step_ms > 0 and load.step_sequences == 1 and load.context_tokens == 0
+    assert 20 < load.step_context_tokens < 35
     assert worker.engine.books().cached_blocks == 3
+
+
+def test_a_prompt_is_charged_for_its_share_of_the_steps_and_for_nothing_it_waited() -> None:
+    worker = SmallWorker(16, max_running=1)
+    requests = []
+    for seed in (1, 2):
+        request, _ = worker.request([seed] * 60, 3)
+        worker.engine.add(request)
+        requests.append(request)
+    worker.drain()
+    first, second = requests
+    assert first.compute_ms > 0 and second.compute_ms > 0
+    assert second.queue_ms > first.compute_ms > first.queue_ms / 100
+    step = Step([Slice(choice(60), 0, 30, False), Slice(choice(10), 9, 11, True)])
+    share(step, 100.0, 100.064)
+    assert [part.choice.request.compute_ms for part in step.slices] == pytest.approx([60.0, 2.0])
+
+
+def choice(num_tokens: int) -> Choice:
+    request = Request("r", 1, [0] * num_tokens, SamplingParams(4), lambda _output: None)
+    return Choice(request, 0, StopRules(request.params, (), None))
 
 
 def test_an_accepted_request_hears_that_it_was_admitted_first_and_once() -> None:

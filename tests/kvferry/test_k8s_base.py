@@ -14,7 +14,7 @@ from kvferry.settings import Settings, load
 BASE = Path(__file__).parents[2] / "k8s" / "base"
 CONFIG = BASE / "config" / "kvferry.yaml"
 ROLES = ["router", "prefill", "decode"]
-POD = {"metadata.name": "kvferry-pod-0", "status.podIP": "10.0.0.7"}
+POD = {"metadata.name": "kvferry-pod-0", "status.podIP": "10.0.0.7", "spec.nodeName": "n1"}
 PROBES = {  # which paths a role answers on which of its named ports
     "router": {("/health", "http")},
     "prefill": {("/live", "system"), ("/ready", "system")},

@@ -6,7 +6,14 @@ import pytest
 from rich.console import Console
 
 from kvferry.errors import NoCluster
-from kvferry.stats import hit_rate_of, hit_rate_table, stats
+from kvferry.stats import (
+    Predictions,
+    hit_rate_of,
+    hit_rate_table,
+    predictions_of,
+    regret_line,
+    stats,
+)
 from router.hit_rate import HitRate, Loss
 
 METRICS = """\
@@ -43,3 +50,28 @@ def test_a_router_that_has_served_nothing_has_no_rate() -> None:
 def test_a_door_that_is_closed_is_named() -> None:
     with pytest.raises(NoCluster, match=r"http://127\.0\.0\.1:1 gives no metrics"):
         stats("http://127.0.0.1:1", Console())
+
+
+PREDICTIONS = """\
+# TYPE kvferry_prediction_ratio histogram
+kvferry_prediction_ratio_bucket{what="first token",worker="prefill-0",le="0.5"} 0.0
+kvferry_prediction_ratio_bucket{what="first token",worker="prefill-0",le="1.0"} 4.0
+kvferry_prediction_ratio_bucket{what="first token",worker="prefill-0",le="1.25"} 12.0
+kvferry_prediction_ratio_bucket{what="first token",worker="prefill-0",le="+Inf"} 12.0
+kvferry_prediction_ratio_count{what="first token",worker="prefill-0"} 12.0
+# TYPE kvferry_prediction_error_seconds summary
+kvferry_prediction_error_seconds_count{what="first token",worker="prefill-0"} 12.0
+kvferry_prediction_error_seconds_sum{what="first token",worker="prefill-0"} 0.06
+# TYPE kvferry_regret_seconds histogram
+kvferry_regret_seconds_bucket{le="0.0"} 9.0
+kvferry_regret_seconds_bucket{le="+Inf"} 12.0
+kvferry_regret_seconds_count 12.0
+kvferry_regret_seconds_sum 0.024
+"""
+
+
+def test_predictions_are_shown_as_the_median_ratio_and_the_mean_distance() -> None:
+    (found,) = predictions_of(PREDICTIONS)
+    assert found == Predictions("prefill-0", "first token", 12, 1.0625, pytest.approx(5.0))
+    assert regret_line(PREDICTIONS) == "regret: 2.0 ms in the mean of 12, none in 75% of them"
+    assert predictions_of("") == [] and "yet" in regret_line("")

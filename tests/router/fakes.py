@@ -22,16 +22,20 @@ from protos import inference_pb2_grpc as rpc
 from protos import worker_pb2 as wpb
 from protos import worker_pb2_grpc as wrpc
 from router.callers import EVERYONE, Callers
+from router.entrance import Bounds
 from router.fleet import Fleet
-from router.generation import Bounds, Handler
+from router.generation import Handler
 from router.grpc_door import GrpcDoor
 from router.http_door import HttpDoor, HttpOptions
 from router.http_server import HttpServer
 from router.journal import journal
+from router.line import Line
 from router.metrics import Metrics
 from router.register import Register
+from router.request import Tenant
 from router.served_model import ServedModel
 from router.validation import Validator
+from router.walls import Walls
 from transport.grpc_options import channel_options, server_options
 
 BLOCK_SIZE = 16
@@ -179,6 +183,8 @@ class FakeCluster:
         self.register = Register(self.max_requests, self.bounds.retry_after_s, self.clock)
         self.metrics = Metrics(MODEL.name)
         self.metrics.watch(self.fleet, lambda: self.register.num_open)
+        self.line = Line(self.clock)
+        self.metrics.watch_line(self.line)
         self.validator = Validator(
             MODEL, lambda: self.fleet.max_context(MODEL.max_context), 1 << 16, seed=lambda: 7
         )
@@ -191,6 +197,8 @@ class FakeCluster:
             self.clock,
             log,
             self.bounds,
+            self.line,
+            walls=Walls(),
         )
         self.callers = Callers(self.api_keys)
         self.stack.push_async_callback(self._close)
@@ -228,9 +236,9 @@ class FakeCluster:
         await self.mirror.step()
         self.fleet.refresh()
 
-    async def ask(self, **fields: Any) -> list[pb.GenerateResponse]:
+    async def ask(self, tenant: Tenant = EVERYONE, **fields: Any) -> list[pb.GenerateResponse]:
         """All events of one request; raises RequestFailed."""
-        async with aclosing(self.handler.generate(request(**fields), EVERYONE, "test")) as events:
+        async with aclosing(self.handler.generate(request(**fields), tenant, "test")) as events:
             return [event async for event in events]
 
     async def grpc_stub(self) -> Any:

@@ -15,7 +15,7 @@ from router.doubts import Doubts
 from router.fleet import Fleet
 from router.journal import journal
 from router.policy import choose
-from router.snapshot import Snapshot
+from router.snapshot import Asked, Snapshot
 from tests.router.fakes import IDLE, MANIFEST, MODEL, PROMPT, FakeCluster
 
 
@@ -71,7 +71,7 @@ class Bench:
         self.fleet.refresh()
 
     def snapshot(self, **options: Any) -> Snapshot:
-        return self.fleet.snapshot(len(PROMPT), b"key", names, **options)
+        return self.fleet.snapshot(Asked(len(PROMPT), b"key"), names, **options)
 
 
 def names(namespace: Namespace, block_size: int) -> list[BlockHash]:
@@ -218,9 +218,10 @@ def test_a_worker_that_measured_nothing_yet_is_expected_to_be_like_the_others(
 def test_what_is_booked_counts_until_it_is_returned(bench: Bench) -> None:
     bench.show(record("prefill-0"), record("decode-0"))
     prefill, decode = bench.fleet.workers
-    booking = bench.fleet.book(prefill, decode, 300)
+    booking = bench.fleet.book(prefill, decode, 300, compute_ms=280.0)
     snapshot = bench.snapshot()
     assert snapshot.replicas.prefills[0].queued_tokens == 300
+    assert snapshot.replicas.prefills[0].queue_ms == 280.0
     assert snapshot.replicas.decodes[0].running == 1
     with pytest.raises(AssertionError, match="prefill-0: 300 tokens booked"):
         bench.fleet.check()
@@ -294,14 +295,22 @@ async def test_run_follows_the_mirror(bench: Bench) -> None:
     await asyncio.gather(following, return_exceptions=True)
 
 
-def test_a_link_is_as_fast_as_its_best_recent_shipment(bench: Bench) -> None:
-    """A shipment waits for the compute it overlaps, so the slow ones say little."""
+def test_a_links_curve_comes_from_its_shipments_and_says_what_is_on_its_way(bench: Bench) -> None:
     bench.show(record("prefill-0"), record("decode-0"))
-    pair = ("prefill-0-life-1", "decode-0-life-1")
-    for num_bytes, transfer_ms in [(1000, 1.0), (4000, 1.0), (1000, 1.0), (0, 5.0), (9, 0.0)]:
-        bench.fleet.measure_link(pair, num_bytes, transfer_ms)
-    speeds = bench.snapshot().replicas.link_bytes_per_ms
-    assert speeds == {("prefill-0", "decode-0"): pytest.approx(0.95 * 4000 + 0.05 * 1000)}
+    prefill, decode = bench.fleet.workers
+    for beside_bytes in [0, 4_000_000] * 20:
+        others = bench.fleet.book(prefill, decode, 1, shipped_bytes=beside_bytes)
+        ours = bench.fleet.book(prefill, decode, 1, shipped_bytes=1_000_000)
+        ours.shipped_in(1_000_000, 3.0 + (1_000_000 + beside_bytes) / 1000, 0.0)
+        others.close()
+        ours.close()
+    waiting = bench.fleet.book(prefill, decode, 1, shipped_bytes=7)
+    bench.clock.advance(1.0)
+    link = bench.snapshot().replicas.links["prefill-0", "decode-0"]
+    assert link.curve.ms(2_000_000) == pytest.approx(2003, rel=0.05)
+    assert link.in_flight_bytes == 7
+    waiting.close()
+    bench.fleet.check()
 
 
 def test_doubt_grows_with_each_failure_and_ends_with_one_success() -> None:
@@ -350,3 +359,77 @@ def test_closed_streams_and_endless_values_cost_the_log_only() -> None:
     assert line.isascii() and len(line) < 1500 and "(5000 characters)" in line
     stream.close()
     log.info("event")  # does not raise
+
+
+def test_what_a_prompt_waits_for_shrinks_as_the_one_before_it_is_computed(bench: Bench) -> None:
+    bench.show(record("prefill-0"), record("decode-0"))
+    prefill, decode = bench.fleet.workers
+
+    def ahead_ms() -> float:
+        return bench.snapshot().replicas.prefills[0].queue_ms
+
+    first = bench.fleet.book(prefill, decode, 300, compute_ms=300.0)
+    second = bench.fleet.book(prefill, decode, 100, compute_ms=100.0)
+    bench.clock.advance(0.2)
+    assert ahead_ms() == pytest.approx(200.0)
+    bench.clock.advance(0.2)  # it takes longer than expected: the second has not begun
+    assert ahead_ms() == pytest.approx(100.0)
+    first.computed()
+    bench.clock.advance(0.05)
+    assert ahead_ms() == pytest.approx(50.0)
+    second.close()
+    first.close()
+    assert ahead_ms() == 0.0
+    bench.fleet.check()
+
+
+def test_hindsight_knows_when_a_place_in_the_queue_came_up(bench: Bench) -> None:
+    bench.show(record("prefill-0"), record("decode-0"))
+    prefill, decode = bench.fleet.workers
+    assert prefill.drained_at(prefill.last_place) == 0.0
+    one, two, three = (bench.fleet.book(prefill, decode, 100, compute_ms=100.0) for _ in range(3))
+    bench.clock.advance(1.0)
+    two.computed()  # it failed: it had not come up
+    assert [prefill.drained_at(each.place) for each in (one, two, three)] == [None, None, None]
+    bench.clock.advance(1.0)
+    one.computed()
+    assert [prefill.drained_at(each.place) for each in (one, two, three)] == [2.0, 2.0, None]
+    bench.clock.advance(1.0)
+    three.computed()
+    assert prefill.drained_at(prefill.last_place) == 3.0
+
+
+def test_a_curve_is_fitted_to_what_workers_say_they_took(bench: Bench) -> None:
+    """The report says 1 ms a token; prompts take 20 ms, and 3 for each token."""
+    bench.show(record("prefill-0"), record("decode-0"))
+    prefill, decode = bench.fleet.workers
+    for number in range(60):
+        tokens, cached = 100 + 37 * (number % 11), 16 * (number % 5)
+        booking = bench.fleet.book(prefill, decode, tokens - cached, tokens)
+        bench.clock.advance(1.0)
+        booking.computed_in(400.0, 20.0 + 3.0 * (tokens - cached), cached)
+        booking.close()
+    replica = bench.snapshot().replicas.prefills[0]
+    assert replica.compute_ms(200, 0) == pytest.approx(620.0, rel=0.03)
+    assert replica.compute_ms(16, 100) == pytest.approx(68.0, rel=0.1)
+    booking = bench.fleet.book(prefill, decode, 100)
+    booking.computed_in(0.0, 0.0, 0)  # a worker that does not say teaches nothing
+    booking.close()
+    assert bench.snapshot().replicas.prefills[0] == replica
+    new = replace(IDLE, prefill_ms_per_token=0.0)
+    bench.show(record("prefill-0"), record("prefill-1", load=new), record("decode-0", load=new))
+    assert bench.snapshot().replicas.prefills[1].compute_ms(200, 0) == replica.compute_ms(200, 0)
+
+
+def test_a_decode_steps_curve_is_fitted_to_what_reports_say_of_steps(bench: Bench) -> None:
+    def load(sequences: float, context: float) -> Load:
+        step_ms = 10 + 0.5 * sequences + 0.001 * context
+        means = {"step_sequences": sequences, "step_context_tokens": context}
+        return replace(IDLE, running=4, context_tokens=900, decode_step_ms=step_ms, **means)
+
+    for number in range(60):
+        sequences = 1 + number % 16
+        bench.show(record("decode-0", load=load(sequences, sequences * (100 + 50 * (number % 7)))))
+    bench.clock.advance(1.0)
+    replica = bench.snapshot().replicas.decodes[0]
+    assert replica.joined_step_ms == pytest.approx(10 + 0.5 * 5 + 0.001 * (900 + 64), rel=0.05)

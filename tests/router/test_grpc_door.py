@@ -73,9 +73,12 @@ async def test_explain_says_where_without_sending(cluster: FakeCluster) -> None:
     answer = (await stub.Explain(request(pins=pb.Pins()))).explanation
     assert (answer.prompt_tokens, answer.prompt_blocks) == (64, 4)
     assert (answer.chosen_prefill, answer.chosen_decode) == ("prefill-0", "decode-0")
-    assert [(each.prefill, each.refused) for each in answer.candidates] == [
-        ("prefill-0", ""),
-        ("", ""),
+    assert answer.action == "serve"
+    assert [(each.action, each.prefill, each.refused) for each in answer.candidates] == [
+        ("", "prefill-0", ""),
+        ("", "", ""),
+        ("wait", "", "a worker is under its bar"),
+        ("reject", "", "there is a way to serve it"),
     ]
     assert answer.candidates[0].terms_ms.keys() == {
         "queue",
@@ -84,6 +87,11 @@ async def test_explain_says_where_without_sending(cluster: FakeCluster) -> None:
         "interference",
         "admission",
         "followers",
+        "dispatch",
+        "streaming",
+        "lateness",
+        "session",
+        "distance",
     }
     assert prefill.requests == decode.requests == []
 

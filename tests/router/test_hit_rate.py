@@ -46,9 +46,10 @@ def test_a_worker_that_held_more_than_the_index_knew_raises_the_numbers_above() 
     seen=st.lists(tokens, min_size=4, max_size=4),
     delivered=tokens,
     gone=st.lists(st.tuples(st.sampled_from(Loss), st.integers(0, 900)), max_size=6),
+    anybodys=tokens,
 )
 def test_the_numbers_only_shrink_and_add_up_whatever_was_seen(
-    prompt: int, seen: list[int], delivered: int, gone: list[tuple[Loss, int]]
+    prompt: int, seen: list[int], delivered: int, gone: list[tuple[Loss, int]], anybodys: int
 ) -> None:
     oracle, available, captured, promised = seen
     rate = account(
@@ -59,6 +60,7 @@ def test_the_numbers_only_shrink_and_add_up_whatever_was_seen(
         promised=promised,
         delivered=min(delivered, prompt),
         gone=gone,
+        anybodys=anybodys,
     )
     rate.check()
     twice = total([rate, rate])
@@ -98,6 +100,28 @@ def test_a_prompt_is_settled_by_itself_though_it_shares_its_beginning() -> None:
     sightings.settle(names, "w")
     clock.advance(2.0)
     assert sightings.gone(names, 16, lambda _: True) == [(Loss.EVICTED, 64)]
+
+
+def test_what_was_just_sent_to_a_worker_is_expected_there_until_its_news_should_have_come() -> None:
+    clock = ManualClock()
+    sightings = Sightings(clock, lag_s=1.0)
+    names = [bytes([number]) * 16 for number in range(6)]
+    sightings.note(names[:4], "w/1")
+    assert sightings.expected(names, "w/1", 0) == 4
+    assert sightings.expected(names, "w/2", 0) == 0
+    sightings.note(names[:2], "w/2")  # they begin alike
+    assert sightings.expected(names, "w/1", 0) == 0
+    assert sightings.expected(names, "w/1", 2) == 4
+    assert sightings.expected(names, "w/2", 0) == 2
+    sightings.settle(names[:4], "w/1")
+    clock.advance(0.9)
+    assert sightings.expected(names, "w/1", 2) == 4
+    clock.advance(0.2)
+    assert sightings.expected(names, "w/1", 2) == 2
+    assert sightings.expected(names, "w/1", 5) == 5
+    sightings.drop(names[:2], "w/2")  # it failed
+    assert sightings.expected(names, "w/2", 0) == 0
+    assert sightings.gone(names[:1], 16, lambda _: True) == [(Loss.EVICTED, 16)]
 
 
 def test_only_so_many_names_are_remembered_and_the_latest_stay() -> None:

@@ -1,13 +1,28 @@
 """What a served request could have reused and did not, with the reason, as /metrics say it."""
 
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
 from prometheus_client import generate_latest
 
 from kvcache.block_hash import PUBLIC, index_key, name_blocks
 from kvferry.stats import hit_rate_of
 from prefix_index.index import Stored
 from protos import inference_pb2 as pb
+from router.callers import EVERYONE
+from router.errors import Broken
 from router.hit_rate import HitRate, Loss
-from tests.router.fakes import BLOCK_SIZE, DTYPE, MODEL, PROMPT, FakeCluster
+from tests.router.fakes import (
+    BLOCK_SIZE,
+    DTYPE,
+    MODEL,
+    PROMPT,
+    Abort,
+    FakeCluster,
+    FakeWorker,
+    request,
+)
 
 NAMES = [
     index_key(name) for name in name_blocks(MODEL.namespace(DTYPE), PUBLIC, PROMPT, BLOCK_SIZE)
@@ -70,3 +85,35 @@ async def test_what_a_life_held_that_is_over_is_lost_with_its_epoch(cluster: Fak
     await cluster.add("prefill-0")
     await cluster.ask()
     assert counted(cluster).lost == {Loss.NEW: 80, Loss.EPOCH: 48}
+
+
+async def test_what_is_only_expected_decides_and_is_not_promised(cluster: FakeCluster) -> None:
+    """The second prompt goes where the first one is; what the index does not say is lost to lag."""
+    for name in ("prefill-0", "prefill-1", "prefill-2", "decode-0"):
+        await cluster.add(name)
+    first = await cluster.ask(pins=pb.Pins())
+    went_to = first[-1].usage.journey.prefill
+    for _ in range(3):
+        again = await cluster.ask(pins=pb.Pins(), explain=True)
+        assert again[-1].usage.journey.prefill == went_to
+        ways = again[0].started.explanation.candidates
+        compute_ms = {each.prefill: each.terms_ms["compute"] for each in ways if each.prefill}
+        assert {name for name, ms in compute_ms.items() if ms == 16.0} == {went_to}
+        assert all(each.prefill_matched_tokens == 0 for each in ways)
+    rate = counted(cluster)
+    assert (rate.available, rate.captured, rate.promised) == (0, 0, 0)
+    assert rate.lost == {Loss.NEW: 64 + 3 * 16, Loss.LAG: 3 * 48}
+
+
+async def test_a_prompt_that_failed_is_expected_nowhere(cluster: FakeCluster) -> None:
+    async def dies(worker: FakeWorker, asked: object) -> AsyncIterator[object]:
+        raise Abort(grpc.StatusCode.INTERNAL, "broken")
+        yield
+
+    await cluster.add("prefill-0", dies)
+    await cluster.add("decode-0")
+    with pytest.raises(Broken):
+        await cluster.ask()
+    ways = (await cluster.handler.explain(request(), EVERYONE, "test")).candidates
+    assert [each.terms_ms["compute"] for each in ways if each.prefill] == [64.0]
+    await cluster.check()

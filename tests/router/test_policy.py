@@ -1,13 +1,27 @@
 """The decision is pure: every expectation here follows from its arguments alone."""
 
 from collections import Counter
+from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import Candidate, Decision, Pins, Prompt, Replica, Replicas, Weights, choose
+from router.curves import LinkCurve
+from router.policy import (
+    Candidate,
+    Decision,
+    Link,
+    Pins,
+    Prompt,
+    Replica,
+    Replicas,
+    Weights,
+    choose,
+)
+from router.targets import Targets
 
+LIGHT = Link(LinkCurve(0.0, 1e-9))
 PROMPT = Prompt(num_tokens=1000, token_bytes=6_250, num_layers=30, key=b"p")
 
 
@@ -45,19 +59,19 @@ def test_a_cached_prefix_wins_until_its_queue_costs_more() -> None:
 
 
 def test_the_terms_of_a_pair_add_up_to_its_cost() -> None:
-    slow = {("p0", "d0"): 1000.0}  # bytes per ms: the link is the bottleneck
+    slow = {("p0", "d0"): Link(LinkCurve(0.0, 1 / 1000), in_flight_bytes=7000)}  # the bottleneck
     decision = choose(
         PROMPT,
         Replicas(
             [prefill(matched_blocks=30, queued_tokens=50)],
             [decode(matched_blocks=3, waiting=2, running=10, step_ms=4.0)],
-            link_bytes_per_ms=slow,
+            links=slow,
         ),
     )
     terms = candidate(decision, "p0").terms
     assert terms.queue_ms == 50.0
     assert terms.compute_ms == 1000 - 480
-    assert terms.link_ms == pytest.approx(60 * 100_000 / 1000 - 520 * 29 / 30)
+    assert terms.link_ms == pytest.approx((60 * 100_000 + 7000) / 1000 - 520 * 29 / 30)
     assert terms.interference_ms == 0.0
     assert terms.admission_ms == pytest.approx(5.0 + (2 + 1 + 0.1 * 10) * 4.0)
     assert terms.cost_ms == pytest.approx(sum(terms.named().values()))
@@ -109,7 +123,7 @@ def test_a_prompt_that_decode_holds_stays_there_and_a_cold_one_does_not() -> Non
 
 
 def test_a_link_hides_behind_the_compute_it_overlaps() -> None:
-    fast = choose(PROMPT, Replicas([prefill()], [decode()], {}, {("p0", "d0"): 1e9}))
+    fast = choose(PROMPT, Replicas([prefill()], [decode()], {}, {("p0", "d0"): LIGHT}))
     assert candidate(fast, "p0").terms.link_ms == 0.0
     lone = Prompt(1000, 6_250, num_layers=1)
     shown = candidate(choose(lone, Replicas([prefill()], [decode()])), "p0").terms
@@ -278,3 +292,86 @@ def test_the_cheapest_usable_candidate_is_chosen(
     costs = [each.terms.cost_ms for each in decision.candidates]
     assert all(value >= 0 for each in decision.candidates for value in each.terms.named().values())
     assert costs[0] <= min(costs) + 0.1
+
+
+def test_a_session_stays_where_it_was_while_that_costs_little() -> None:
+    stay = Prompt(1000, 6_250, 30, key=b"p", session=("p1", "d0"))
+    for queue_ms, expected in [(9.0, "p1"), (11.0, "p0")]:
+        fleet = Replicas([prefill("p0"), prefill("p1", queued_ms=queue_ms)], [decode()])
+        decision = choose(stay, fleet)
+        assert names(decision) == (expected, "d0")
+        assert candidate(decision, "p0").terms.session_ms == 10.0
+        assert candidate(decision, "p1").terms.session_ms == 0.0
+    lone = Prompt(1000, 6_250, 30, key=b"p", session=("", "d1"))
+    fleet = Replicas([prefill()], [decode("d0"), decode("d1")])
+    assert names(choose(lone, fleet)) == ("p0", "d1")
+
+
+def test_shipping_to_another_node_costs_a_little_and_to_another_zone_more() -> None:
+    here = {"node": "n1", "zone": "z1"}
+    for there, expected_ms in (
+        (here, 0.0),
+        ({"node": "n2", "zone": "z1"}, 1.0),
+        ({"node": "n2", "zone": "z2"}, 10.0),
+        ({}, 0.0),
+    ):
+        fleet = Replicas([prefill(**here)], [decode(**there)])
+        assert candidate(choose(PROMPT, fleet), "p0").terms.distance_ms == expected_ms
+    far, near = decode("far", zone="z2"), decode("near", zone="z1", waiting=1, step_ms=4.0)
+    assert names(choose(PROMPT, Replicas([prefill(**here)], [far, near]))) == ("p0", "near")
+    held = decode("far", zone="z2", matched_blocks=63)  # nothing is shipped
+    terms = candidate(choose(PROMPT, Replicas([prefill(**here)], [held])), "p0").terms
+    assert terms.distance_ms == 0.0
+
+
+@given(
+    queues=st.lists(st.integers(0, 3000), min_size=6, max_size=6),
+    matched=st.lists(st.integers(0, 62), min_size=6, max_size=6),
+    steps=st.lists(st.floats(0, 50), min_size=3, max_size=3),
+    unusable=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=6),
+    slow_links=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=6),
+    targets=st.sampled_from([Targets(), Targets(500, 10), Targets(500, 20, 0, True)]),
+    bar_ms=st.sampled_from([inf, 1000.0, 100.0]),
+    session=st.sampled_from([None, ("p1", "d2"), ("", "d0")]),
+)
+def test_the_search_finds_what_the_list_of_all_begins_with(
+    queues: list[int],
+    matched: list[int],
+    steps: list[float],
+    unusable: set[tuple[int, int]],
+    slow_links: set[tuple[int, int]],
+    targets: Targets,
+    bar_ms: float,
+    session: tuple[str, str] | None,
+) -> None:
+    prefills = [
+        prefill(f"p{i}", queued_tokens=queues[i], matched_blocks=matched[i], measured=True)
+        for i in range(3)
+    ]
+    decodes = [
+        decode(f"d{i}", matched_blocks=matched[3 + i], joined_step_ms=steps[i], running=i)
+        for i in range(3)
+    ]
+    fleet = Replicas(
+        prefills,
+        decodes,
+        {(f"p{i}", f"d{j}"): "they differ" for i, j in unusable},
+        {(f"p{i}", f"d{j}"): Link(LinkCurve(40.0, 1e-4)) for i, j in slow_links},
+    )
+    asked = Prompt(
+        1000, 6_250, 30, key=b"12345678", output_tokens=9, targets=targets, session=session
+    )
+    decision = choose(asked, fleet, bar_ms=bar_ms)
+    listed = decision.list_all()
+    usable = [each for each in listed if not each.refused]
+    assert (decision.chosen is None) == (not usable)
+    if decision.chosen is not None:
+        assert decision.chosen.terms.cost_ms <= usable[0].terms.cost_ms + 0.3
+        assert any(str(each) == str(decision.chosen) for each in usable)
+        assert decision.candidates[0] is decision.chosen
+        assert len(decision.candidates) == len(listed) == 12
+    elif decision.barred is not None:
+        least = min(each.terms.cost_ms for each in listed if each.barred)
+        assert decision.barred.terms.cost_ms <= least + 0.3
+    else:
+        assert bool(decision.late) == any(each.late for each in listed)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_ours_reuses_what_a_shorter_queue_would_throw_away(outcomes: dict[Policy
     for rival in (Policy.LEAST_LOADED, Policy.ROUND_ROBIN, Policy.RANDOM):
         assert delivered(ours) > 1.5 * delivered(outcomes[rival])
         assert ours.ttft_ms(0.5) < outcomes[rival].ttft_ms(0.5)
-    assert ours.imbalance < 1.2
+    assert ours.imbalance < 1.25
 
 
 def test_most_cached_sends_everything_to_one_replica(outcomes: dict[Policy, Outcome]) -> None:
@@ -121,11 +122,16 @@ def test_a_replica_that_dies_costs_retries_and_no_request(trace: Trace) -> None:
     assert late and not any(each.candidate.startswith("prefill-1") for each in late)
 
 
-def test_a_slow_index_does_not_know_what_was_computed_lately(trace: Trace) -> None:
-    """What workers hold all the same they still deliver, where a prompt comes to the right one."""
-    prompt, slow = (replay(trace, replace(SMALL, index_lag_s=lag)).hit_rate for lag in (0.0, 2.0))
-    assert slow.available < 0.98 * prompt.available
-    assert slow.lost[Loss.LAG] > 10 * prompt.lost[Loss.LAG]
+def test_a_slow_index_costs_little_where_the_router_knows_what_it_sent(trace: Trace) -> None:
+    prompt, slow = (replay(trace, replace(SMALL, index_lag_s=lag)) for lag in (0.0, 2.0))
+    assert delivered(slow) > 0.97 * delivered(prompt)
+    for each in slow.served:
+        each.hit_rate.check()
+
+    def late(outcome: Outcome) -> int:
+        return sum(outcome.hit_rate.lost.get(loss, 0) for loss in (Loss.LAG, Loss.STALE))
+
+    assert late(slow) > late(prompt)
 
 
 def test_an_impossible_size_is_refused_with_the_figures(trace: Trace) -> None:
@@ -223,3 +229,29 @@ def one_after_another(folder: Path, visits: list[tuple[str, float]]) -> Trace:
     path = folder / "visits.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     return read_trace(path)
+
+
+@pytest.mark.parametrize("fault", [Fault(20, "prefill-1", 3.0), Fault(15, "prefill-1", 10.0)])
+def test_a_worker_that_comes_back_empty_gets_no_more_than_its_share_and_not_nothing(
+    trace: Trace, fault: Fault
+) -> None:
+    outcome = replay(trace, replace(SMALL, faults=(fault,)))
+    assert fault.down_s is not None
+    back_at = min(each.at_s for each in outcome.decisions) + fault.at_s + fault.down_s
+    for seconds in (10.0, 20.0, 40.0):
+        counts = Counter(
+            each.candidate.partition(" ")[0]
+            for each in outcome.decisions
+            if back_at <= each.at_s < back_at + seconds
+        )
+        assert counts["prefill-1"] <= 1.5 * counts.total() / 4
+    assert counts["prefill-1"] >= 0.25 * counts.total() / 4
+
+
+def test_regret_and_predictions_of_the_policy_are_in_the_figures(
+    outcomes: dict[Policy, Outcome],
+) -> None:
+    ours = outcomes[Policy.OURS].summary()
+    assert ours["prediction_ratio"] == pytest.approx(1.0, abs=0.05)
+    assert 0 <= float(str(ours["regret_ms"])) < 0.2 * outcomes[Policy.OURS].ttft_ms()
+    assert outcomes[Policy.RANDOM].regret_ms > 2 * outcomes[Policy.OURS].regret_ms
