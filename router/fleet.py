@@ -236,7 +236,7 @@ class Fleet:
     def _matches(self, names: BlockNames) -> dict[str, Match]:
         """How much of the prompt each worker holds, by worker name."""
         matched: dict[str, Match] = {}
-        found: dict[tuple[str, int], tuple[Sequence[bytes], Mapping[str, int]]] = {}
+        found: dict[tuple[str, int], tuple[Sequence[BlockHash], Mapping[str, int]]] = {}
         for worker in self._workers.values():
             if worker.unfit:
                 continue

@@ -2,12 +2,13 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import httpx
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
-from grpc_status import rpc_status
+from grpc_status.rpc_status import aio as rpc_status  # type: ignore[attr-defined]
 
 from kvcache.block_hash import tenant_key
 from protos import inference_pb2 as pb
@@ -84,12 +85,14 @@ async def test_a_deadline_that_cannot_be_kept_is_refused_at_once_over_grpc(
     stub = await cluster.grpc_stub()
     asked = request(pins=pb.Pins())
     asked.targets.deadline_ms = 5000
+    call = stub.Generate(asked)
     async with asyncio.timeout(1):
         with pytest.raises(grpc.aio.AioRpcError, match="ms are left") as caught:
-            await stub.Generate(asked).read()
+            await call.read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     hint = RetryInfo()
-    assert rpc_status.from_call(caught.value).details[0].Unpack(hint)
+    status: Any = await rpc_status.from_call(call)
+    assert status.details[0].Unpack(hint)
     assert hint.retry_delay.seconds in (14, 15)
     assert prefill.requests == []
 

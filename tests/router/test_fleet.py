@@ -424,8 +424,8 @@ def test_a_curve_is_fitted_to_what_workers_say_they_took(bench: Bench) -> None:
 def test_a_decode_steps_curve_is_fitted_to_what_reports_say_of_steps(bench: Bench) -> None:
     def load(sequences: float, context: float) -> Load:
         step_ms = 10 + 0.5 * sequences + 0.001 * context
-        means = {"step_sequences": sequences, "step_context_tokens": context}
-        return replace(IDLE, running=4, context_tokens=900, decode_step_ms=step_ms, **means)
+        busy = replace(IDLE, running=4, context_tokens=900, decode_step_ms=step_ms)
+        return replace(busy, step_sequences=sequences, step_context_tokens=context)
 
     for number in range(60):
         sequences = 1 + number % 16

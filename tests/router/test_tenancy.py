@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import generate_latest
 
-from kvcache.block_hash import Namespace, index_names, tenant_key
+from kvcache.block_hash import BlockHash, Namespace, index_names, tenant_key
 from kvferry.stats import hit_rate_of
 from prefix_index.index import Stored
 from protos import inference_pb2 as pb
@@ -24,8 +24,8 @@ ALICE, BOB = (Tenant(name, tenant_key(name)) for name in ("alice", "bob"))
 SPACE = Namespace(MODEL.namespace(DTYPE))
 
 
-def names(tenant: Tenant) -> list[bytes]:
-    return list(index_names(SPACE, tenant.key, PROMPT, BLOCK_SIZE))
+def names(tenant: Tenant) -> list[BlockHash]:
+    return index_names(SPACE, tenant.key, PROMPT, BLOCK_SIZE)
 
 
 async def hold(cluster: FakeCluster, worker: str, tenant: Tenant) -> None:
