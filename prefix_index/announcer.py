@@ -192,7 +192,9 @@ class Announcer:
         while self._pending:
             batch = list(islice(self._pending, MAX_BATCH_EVENTS))
             sequence = self._acknowledged.sequence + 1
-            await self._index.publish(self.record.name, self.record.epoch, batch, sequence)
+            await self._index.publish(
+                self.record.name, self.record.epoch, batch, sequence, self._acknowledged
+            )
             self._acknowledged = self._acknowledged.after(batch)
             for _ in batch:
                 self._pending.popleft()

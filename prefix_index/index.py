@@ -253,12 +253,18 @@ class PrefixIndex(Protocol):
         """The workers with a live lease, by name, each with its latest load."""
 
     async def publish(
-        self, worker: str, epoch: int, events: Sequence[BlockEvent], sequence: int | None = None
+        self,
+        worker: str,
+        epoch: int,
+        events: Sequence[BlockEvent],
+        sequence: int | None = None,
+        known: Residency | None = None,
     ) -> None:
         """Apply events, the first of which has number `sequence` (None: whichever is next).
 
         Events already applied are skipped, so a publish whose answer was lost is simply repeated.
-        A block stored twice or removed while absent counts but changes nothing.
+        A block stored twice or removed while absent counts but changes nothing. `known` is what
+        the index holds as far as the caller was told: while that is so, every event changes it.
         Raises StaleEpoch, or OutOfStep on a gap and when the worker is not registered.
         """
 

@@ -92,7 +92,12 @@ class MemoryIndex:
         return [self._lives[n].record for n in sorted(self._lives) if self._is_live(self._lives[n])]
 
     async def publish(
-        self, worker: str, epoch: int, events: Sequence[BlockEvent], sequence: int | None = None
+        self,
+        worker: str,
+        epoch: int,
+        events: Sequence[BlockEvent],
+        sequence: int | None = None,
+        known: Residency | None = None,
     ) -> None:
         life = self._life(worker, epoch)
         events = unapplied(events, sequence, life.residency.sequence)

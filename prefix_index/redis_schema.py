@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from redis.exceptions import ResponseError
 
-from kvcache.block_hash import INDEX_KEY_BYTES, BlockHash
-from prefix_index.events import pack, unpack
+from kvcache.block_hash import INDEX_KEY_BYTES
+from prefix_index.events import PackedEvents, pack, unpack
 from prefix_index.index import (
     UNPROVEN,
     BlockEvent,
@@ -41,7 +41,7 @@ COMMANDS = (
 VERSION = 2
 MAX_VALUE_BYTES = 5
 
-_TIERS = {tier.value.encode(): tier for tier in Tier}
+_TIERS = frozenset(tier.value.encode() for tier in Tier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +134,17 @@ def entry_value(event: Stored) -> bytes:
     return event.tier.value.encode() + event.depth.to_bytes(num_bytes, "little")
 
 
-def read_entries(pairs: Sequence[Reply]) -> tuple[list[Stored], int]:
-    """The entries that name, value, name, value... stand for, and how many are none of ours."""
-    entries = []
-    for name, value in zip(pairs[::2], pairs[1::2], strict=True):
-        tier = _TIERS.get(value[:1])
-        if tier is not None and len(value) <= MAX_VALUE_BYTES and len(name) == INDEX_KEY_BYTES:
-            depth = int.from_bytes(value[1:], "little")
-            entries.append(Stored(BlockHash(name), None, depth, tier))
-    return entries, len(pairs) // 2 - len(entries)
+def read_entries(pairs: Sequence[Reply]) -> PackedEvents:
+    """The entries that name, value, name, value... stand for, less those that are none of ours."""
+    return PackedEvents(
+        b"".join(
+            value[:1] + value[1:].ljust(4, b"\0") + name
+            for name, value in zip(pairs[::2], pairs[1::2], strict=True)
+            if len(name) == INDEX_KEY_BYTES
+            and len(value) <= MAX_VALUE_BYTES
+            and value[:1] in _TIERS
+        )
+    )
 
 
 def entry_fields(change: Change) -> tuple[bytes | str | int, ...]:
@@ -195,17 +197,25 @@ def read_entry(reply: Reply) -> Change | None:
 class Changed:
     """What events do to a worker's entries in the end."""
 
-    written: dict[bytes, bytes]  # by name: values that are new or other than before
-    added: list[bytes]  # of those, the names that were not there
-    removed: list[bytes]
+    written: Mapping[bytes, bytes]  # by name: values that are new or other than before
+    added: Sequence[bytes]  # of those, the names that were not there
+    removed: Sequence[bytes]
 
 
-def changed_entries(events: Iterable[BlockEvent], present: Mapping[bytes, bytes]) -> Changed:
-    """`present` has the values of those of the names that are there."""
+def changes_of(events: Iterable[BlockEvent]) -> Changed:
+    """Of events on as many blocks, each of which changes what is there."""
+    stored = [event for event in events if isinstance(event, Stored)]
+    written: dict[bytes, bytes] = {event.name: entry_value(event) for event in stored}
+    removed = [event.name for event in events if not isinstance(event, Stored)]
+    return Changed(written, list(written), removed)
+
+
+def changed_entries(events: Iterable[BlockEvent], found: Mapping[bytes, bytes | None]) -> Changed:
+    """`found` has the values of the names as they are, None of those that are not there."""
     last = {event.name: event for event in events}
     after = {name: entry_value(e) for name, e in last.items() if isinstance(e, Stored)}
     return Changed(
-        written={name: value for name, value in after.items() if present.get(name) != value},
-        added=[name for name in after if name not in present],
-        removed=[name for name in last if name not in after and name in present],
+        written={name: value for name, value in after.items() if found[name] != value},
+        added=[name for name in after if found[name] is None],
+        removed=[name for name in last if name not in after and found[name] is not None],
     )

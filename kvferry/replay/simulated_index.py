@@ -64,11 +64,16 @@ class SimulatedIndex:
         return await self._reached().workers()
 
     async def publish(
-        self, worker: str, epoch: int, events: Sequence[BlockEvent], sequence: int | None = None
+        self,
+        worker: str,
+        epoch: int,
+        events: Sequence[BlockEvent],
+        sequence: int | None = None,
+        known: Residency | None = None,
     ) -> None:
         if self._lag_s:
             await self._clock.sleep(self._lag_s)
-        await self._reached().publish(worker, epoch, events, sequence)
+        await self._reached().publish(worker, epoch, events, sequence, known)
 
     async def clear(self, worker: str, epoch: int, sequence: int | None = None) -> int:
         return await self._reached().clear(worker, epoch, sequence)

@@ -70,10 +70,15 @@ class FlakyIndex:
         return await self.inner.workers()
 
     async def publish(
-        self, worker: str, epoch: int, events: Sequence[BlockEvent], sequence: int | None = None
+        self,
+        worker: str,
+        epoch: int,
+        events: Sequence[BlockEvent],
+        sequence: int | None = None,
+        known: Residency | None = None,
     ) -> None:
         self._maybe_lose("request")
-        await self.inner.publish(worker, epoch, events, sequence)
+        await self.inner.publish(worker, epoch, events, sequence, known)
         self._maybe_lose("answer")
 
     async def clear(self, worker: str, epoch: int, sequence: int | None = None) -> int:

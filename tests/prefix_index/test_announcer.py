@@ -40,10 +40,15 @@ class WatchedIndex(MemoryIndex):
         return await super().heartbeat(name, epoch, load, lease_s)
 
     async def publish(
-        self, worker: str, epoch: int, events: Sequence[BlockEvent], sequence: int | None = None
+        self,
+        worker: str,
+        epoch: int,
+        events: Sequence[BlockEvent],
+        sequence: int | None = None,
+        known: Residency | None = None,
     ) -> None:
         self._note(f"publish {sequence}+{len(events)}")
-        await super().publish(worker, epoch, events, sequence)
+        await super().publish(worker, epoch, events, sequence, known)
         if self.lose == "answer":
             raise IndexUnavailable("answer lost")
 

@@ -97,6 +97,22 @@ async def test_a_publish_that_overlaps_applies_only_its_new_part(index: PrefixIn
     )
 
 
+async def test_what_a_caller_thinks_it_knows_is_checked(index: PrefixIndex) -> None:
+    """Right or wrong, out of date or repeated: the fingerprint is that of what is there."""
+    await index.register(worker(), LEASE_S)
+    await index.publish("w0", 1, stored(1, 2), 1, known=EMPTY)
+    await index.publish("w0", 1, stored(1, 2), 1, known=EMPTY)  # its answer was lost
+    held = (await index.survey()).members["w0"].residency
+    assert held == Residency(2, fingerprint(blocks([1, 2])), 2)
+    wrong = Residency(2, fingerprint(blocks([9])), 1)
+    await index.publish("w0", 1, [*stored(2, 3), *removed(9)], 3, known=wrong)
+    held = (await index.survey()).members["w0"].residency
+    assert held == Residency(5, fingerprint(blocks([1, 2, 3])), 3)
+    await index.publish("w0", 1, [*removed(1), *stored(4)], 6, known=held)
+    held = (await index.survey()).members["w0"].residency
+    assert held == Residency(7, fingerprint(blocks([2, 3, 4])), 3)
+
+
 async def test_a_missing_event_is_refused(index: PrefixIndex) -> None:
     await index.register(worker(), LEASE_S)
     await index.publish("w0", 1, stored(1), sequence=1)
