@@ -171,7 +171,7 @@ def _replica(
         look_ms=curve.look_ms,
         dispatch_ms=worker.dispatch_ms,
         joined_step_ms=joined_ms,
-        measured=worker.measured_curve is not None,
+        measured=worker.trusted(now),
         block_size=block_size,
         queued_tokens=worker.foreign_tokens + worker.booked_tokens,
         queued_ms=worker.ahead_ms(now, curve.token_ms),

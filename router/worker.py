@@ -28,6 +28,7 @@ from router.curves import (
 
 UNKNOWN = PrefillCurve()
 UNTRIED = LinkCurve()
+TRUST_S = 10.0  # after a prompt was computed
 MAX_DRAINED = 4096  # places of which is remembered when they came up
 
 
@@ -64,6 +65,7 @@ class Worker:
     # says beyond is foreign, however old it is when it arrives here.
     _peaks: tuple[int, int] = (0, 0)
     _prefill: PrefillFit | None = None
+    _learned_at: float = float("-inf")
     _decode: DecodeFit | None = None
     dispatch: DispatchFit = field(default_factory=DispatchFit)
     curve: PrefillCurve = UNKNOWN  # what it is taken for; see `kinds`
@@ -115,8 +117,21 @@ class Worker:
     def decode_curve(self) -> DecodeCurve | None:
         return None if self._decode is None else self._decode.curve
 
-    def learn_prefill(self, uncached_tokens: int, cached_tokens: int, ms: float) -> None:
+    def trusted(self, now: float) -> bool:
+        """Whether a request may be refused for what its curve says: it is known, and either what it
+        is doing now will show whether it is right, or something did lately. An idle worker is
+        asked again, however slow it once was.
+        """
+        if self.measured_curve is None:
+            return False
+        at_work = bool(self._ahead) or self.foreign_tokens > 0
+        return at_work or now - self._learned_at <= TRUST_S
+
+    def learn_prefill(
+        self, uncached_tokens: int, cached_tokens: int, ms: float, now: float
+    ) -> None:
         """It computed a prompt by itself in `ms`."""
+        self._learned_at = now
         if self._prefill is None:
             reported = self.record.load.prefill_ms_per_token
             self._prefill = PrefillFit(reported if reported > 0 else ms / max(1, uncached_tokens))
@@ -223,7 +238,8 @@ class Booking:
         uncached_tokens = self.prompt_tokens - cached_tokens
         if compute_ms <= 0 or uncached_tokens <= 0:
             return False
-        self.computing.learn_prefill(uncached_tokens, cached_tokens, compute_ms)
+        now = self.clock.now()
+        self.computing.learn_prefill(uncached_tokens, cached_tokens, compute_ms, now)
         return True
 
     def shipped_in(self, num_bytes: int, transfer_ms: float, compute_ms: float) -> None:

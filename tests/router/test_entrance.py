@@ -1,6 +1,7 @@
 """Requests at the router's entrance: in line while workers are full, refused with a hint, or in."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -12,6 +13,7 @@ from grpc_status.rpc_status import aio as rpc_status  # type: ignore[attr-define
 
 from kvcache.block_hash import tenant_key
 from protos import inference_pb2 as pb
+from protos import worker_pb2 as wpb
 from router.callers import EVERYONE
 from router.entrance import Bounds
 from router.errors import Overloaded, Withdrawn
@@ -21,6 +23,8 @@ from tests.router.fakes import (
     FakeWorker,
     busy,
     eventually,
+    first_tokens,
+    prefill_done,
     request,
     text_of,
     without_pins,
@@ -100,13 +104,28 @@ async def test_a_deadline_that_cannot_be_kept_is_refused_at_once_over_grpc(
 async def test_a_grpc_deadline_that_no_idle_worker_could_keep_is_refused_at_once(
     cluster: FakeCluster,
 ) -> None:
-    await cluster.add_pair()
+    async def slow(worker: FakeWorker, asked: wpb.PrefillRequest) -> AsyncIterator[object]:
+        worker.cluster.shipments[asked.transfer_id].set()
+        firsts = first_tokens(worker, asked.work)
+        firsts.first_tokens.compute_ms = 10.0 * len(asked.work.prompt)  # so it says
+        yield firsts
+        yield prefill_done(asked.work)
+
+    prefill = await cluster.add("prefill-0", slow)
+    await cluster.add("decode-0", load=busy(prefill_ms_per_token=50.0, queued_tokens=100))
     stub = await cluster.grpc_stub()
-    long = request(token_ids=[1] * 4000, pins=pb.Pins(), max_tokens=1)
+
+    def ask(token: int, length: int) -> pb.GenerateRequest:
+        return request(token_ids=[token] * length, pins=pb.Pins(), max_tokens=1)
+
+    for number in range(4):  # nobody has seen it compute: it gets its chance
+        await stub.Generate(ask(number, 100), timeout=0.9).read()
+    await asyncio.sleep(1.0)  # what was learned is taken over once a second
     async with asyncio.timeout(1):
         with pytest.raises(grpc.aio.AioRpcError, match="cannot be served in time") as caught:
-            await stub.Generate(long, timeout=2.0).read()
+            await stub.Generate(ask(9, 400), timeout=2.0).read()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert len(prefill.requests) == 4
 
 
 async def test_over_http_it_is_429_with_retry_after_and_504_when_hopeless(
