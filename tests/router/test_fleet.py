@@ -16,7 +16,7 @@ from router.fleet import Fleet
 from router.journal import journal
 from router.policy import choose
 from router.snapshot import Asked, Snapshot
-from tests.router.fakes import IDLE, MANIFEST, MODEL, PROMPT, FakeCluster
+from tests.router.fakes import IDLE, MANIFEST, MODEL, PROMPT, SOURCE, FakeCluster
 
 
 class FakeMirror:
@@ -115,7 +115,7 @@ def test_matched_blocks_come_from_the_mirror_under_the_workers_own_namespace(ben
     assert snapshot.replicas.decodes[0].matched_blocks == 1
     assert snapshot.available_tokens == 48
     (asked,) = bench.mirror.asked
-    assert asked == names(MODEL.namespace("int64"), 16)
+    assert asked == names(SOURCE.namespace("int64"), 16)
     assert (snapshot.replicas.decodes[0].block_size, snapshot.prompt.num_layers) == (16, 4)
     assert snapshot.prompt.token_bytes == 4 * 2 * 3 * 4 * 8
 
@@ -129,7 +129,7 @@ def test_a_prompt_is_named_once_for_each_size_of_block_in_the_fleet(bench: Bench
         record("decode-0"),
     )
     snapshot = bench.snapshot()
-    space = MODEL.namespace("int64")
+    space = SOURCE.namespace("int64")
     assert sorted(bench.mirror.asked, key=len) == sorted(
         [names(space, 16), names(space, 64)], key=len
     )
@@ -142,7 +142,7 @@ def test_a_prompt_is_named_once_for_each_size_of_block_in_the_fleet(bench: Bench
 def test_each_worker_is_credited_with_its_own_blocks_only(bench: Bench) -> None:
     large = replace(MANIFEST, block_size=64)
     bench.show(record("prefill-0", manifest=large), record("prefill-1"), record("decode-0"))
-    space = MODEL.namespace("int64")
+    space = SOURCE.namespace("int64")
     bench.mirror.held_under = {
         tuple(names(space, 16)): {"prefill-1": 3, "decode-0": 1},
         tuple(names(space, 64)): {"prefill-0": 1},

@@ -16,8 +16,8 @@ from router.hit_rate import HitRate, Loss
 from tests.router.fakes import (
     BLOCK_SIZE,
     DTYPE,
-    MODEL,
     PROMPT,
+    SOURCE,
     Abort,
     FakeCluster,
     FakeWorker,
@@ -25,7 +25,7 @@ from tests.router.fakes import (
 )
 
 NAMES = [
-    index_key(name) for name in name_blocks(MODEL.namespace(DTYPE), PUBLIC, PROMPT, BLOCK_SIZE)
+    index_key(name) for name in name_blocks(SOURCE.namespace(DTYPE), PUBLIC, PROMPT, BLOCK_SIZE)
 ]
 
 

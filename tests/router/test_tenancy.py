@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import generate_latest
 
-from kvcache.block_hash import BlockHash, Namespace, index_names, tenant_key
+from kvcache.block_hash import BlockHash, index_names, tenant_key
 from kvferry.stats import hit_rate_of
 from prefix_index.index import Stored
 from protos import inference_pb2 as pb
@@ -13,15 +13,15 @@ from router.walls import Walls
 from tests.router.fakes import (
     BLOCK_SIZE,
     DTYPE,
-    MODEL,
     PROMPT,
+    SOURCE,
     FakeCluster,
     request,
     usage_of,
 )
 
 ALICE, BOB = (Tenant(name, tenant_key(name)) for name in ("alice", "bob"))
-SPACE = Namespace(MODEL.namespace(DTYPE))
+SPACE = SOURCE.namespace(DTYPE)
 
 
 def names(tenant: Tenant) -> list[BlockHash]:
