@@ -49,6 +49,7 @@ def test_equal_manifests_fit() -> None:
         ("protocol", 2, "protocol differs: 1 here, 2 there"),
         ("namespace", "cd", f"namespace differs: {'ab' * 32} here, cd there"),
         ("dtype", "float16", "dtype differs: float32 here, float16 there"),
+        ("weights", "int8", "weights differs: dense here, int8 there"),
         ("num_layers", 32, "num_layers differs: 30 here, 32 there"),
         ("num_query_heads", 8, "num_query_heads differs: 9 here, 8 there"),
         ("num_kv_heads", 9, "num_kv_heads differs: 3 here, 9 there"),

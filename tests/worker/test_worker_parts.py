@@ -131,3 +131,9 @@ def test_more_ranks_than_query_heads_are_refused_at_start_with_the_numbers() -> 
 def test_nccl_without_cuda_is_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="the wire nccl needs device cuda, not cpu"):
         WorkerSettings.model_validate({"name": "w", "wires": ("nccl",)})
+
+
+def test_packed_weights_are_for_cpus() -> None:
+    with pytest.raises(ValueError, match="weights int8 need device cpu, not cuda"):
+        WorkerSettings(name="w", weights="int8", device="cuda")
+    assert WorkerSettings(name="w", weights="stored").device == "cpu"
