@@ -203,3 +203,15 @@ def test_values_of_different_forms_never_share_a_namespace(smollm2: ModelSource)
     assert smollm2.namespace("float32", "dense") == smollm2.namespace()
     checksum = open_model("checksum")
     assert checksum.namespace("float32", "int8") == checksum.namespace()
+
+
+@pytest.mark.parametrize("form", ["stored", "int4"])
+def test_blocks_and_chunks_of_any_size_give_the_same_bits(form: WeightForm, tmp_path: Path) -> None:
+    write_gguf(
+        tmp_path / "tiny.gguf", make_tiny("llama GQA tied", **TINY_SHAPE), GGMLQuantizationType.Q8_0
+    )
+    source = open_model(str(tmp_path / "tiny.gguf"))
+    whole = runner(source, form).prefill("a", TOKENS * 5)
+    for block_size, chunk in [(8, None), (64, 7), (16, 2), (128, 33)]:
+        paged = runner(source, form, block_size=block_size)
+        assert torch.equal(paged.prefill("a", TOKENS * 5, chunk), whole)

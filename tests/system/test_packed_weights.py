@@ -1,4 +1,4 @@
-"""The real model from its file's own quantised blocks, in two workers: the tokens of one process."""
+"""The real model from its own quantised blocks, in two workers: the tokens of one process."""
 
 from engine.sampling_params import SamplingParams
 from kvcache.head_map import HeadMap
