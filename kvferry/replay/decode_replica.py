@@ -18,7 +18,7 @@ from hashlib import blake2b
 from kvcache.block_hash import BlockHash
 from kvcache.block_pool import BlockEvent, BlockPool, OutOfBlocks
 from kvferry.replay.life import LifeOver
-from kvferry.replay.speeds import Speeds
+from kvferry.replay.speeds import Speedometer, Speeds
 from kvferry.replay.trace import Arrival
 from prefix_index.events import index_events
 from prefix_index.index import Load
@@ -61,6 +61,10 @@ class DecodeReplica:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _died: asyncio.Event = field(default_factory=asyncio.Event)
     _queued_tokens: int = 0
+    _speed: Speedometer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._speed = Speedometer(self.speeds.usual_ms_per_token)
 
     async def reserve(self, number: int, arrival: Arrival, *, alone: bool = False) -> Place:
         """Wait, in order of arrival, for room for all it will ever need. Raises LifeOver."""
@@ -109,6 +113,7 @@ class DecodeReplica:
                 await self._spend(compute_ms)
         finally:
             self._queued_tokens -= arrival.num_tokens
+        self._speed.learn(compute_ms, arrival.num_tokens - cached_tokens)
         self.busy_ms += compute_ms
         self.num_prompts += 1
         self.adopt(place)
@@ -168,7 +173,7 @@ class DecodeReplica:
             queued_tokens=self._queued_tokens // self.unit,
             free_blocks=self.pool.num_available,
             total_blocks=self.pool.num_blocks,
-            prefill_ms_per_token=self.speeds.usual_ms_per_token * self.unit,
+            prefill_ms_per_token=self._speed.ms_per_token * self.unit,
             decode_step_ms=self._step_ms(),
             draining=False,
             step_sequences=max(1, len(self._ends)),

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from kvcache.block_hash import BlockHash
 from kvcache.block_pool import BlockEvent, BlockPool, OutOfBlocks
 from kvferry.replay.life import LifeOver
-from kvferry.replay.speeds import Speeds
+from kvferry.replay.speeds import Speedometer, Speeds
 from kvferry.replay.trace import Arrival
 from prefix_index.events import index_events
 from prefix_index.index import Load
 
 FULL_POLL_S = 0.005
-WEIGHT = 0.2  # of the newest prompt in the speed that is reported, if it has so many tokens
-FULL_CHUNK = 64
 
 
 @dataclass(slots=True)
@@ -44,12 +42,12 @@ class PrefillReplica:
     _queued_tokens: int = 0
     _num_waiting: int = 0
     _num_running: int = 0
-    _ms_per_token: float = -1.0
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _died: asyncio.Event = field(default_factory=asyncio.Event)
+    _speed: Speedometer = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ms_per_token = self.speeds.usual_ms_per_token
+        self._speed = Speedometer(self.speeds.usual_ms_per_token)
 
     async def compute(self, arrival: Arrival) -> Computed:
         """Wait for a turn, reuse what is here, compute the rest. Raises LifeOver."""
@@ -78,7 +76,7 @@ class PrefillReplica:
             raise
         finally:
             self._num_running = 0
-        self._measure(compute_ms, arrival.num_tokens - cached_tokens)
+        self._speed.learn(compute_ms, arrival.num_tokens - cached_tokens)
         parent: BlockHash | None = None
         for block_id, name in zip(block_ids, arrival.names, strict=False):
             self.pool.name(block_id, name, parent)
@@ -126,7 +124,7 @@ class PrefillReplica:
             queued_tokens=self._queued_tokens // self.unit,
             free_blocks=self.pool.num_available,
             total_blocks=self.pool.num_blocks,
-            prefill_ms_per_token=self._ms_per_token * self.unit,
+            prefill_ms_per_token=self._speed.ms_per_token * self.unit,
             decode_step_ms=0.0,
             draining=False,
         )
@@ -137,7 +135,3 @@ class PrefillReplica:
 
     def resident(self) -> list[BlockEvent]:
         return index_events(self.pool.resident_blocks())
-
-    def _measure(self, compute_ms: float, num_tokens: int) -> None:
-        weight = WEIGHT * min(1.0, num_tokens / FULL_CHUNK)
-        self._ms_per_token += weight * (compute_ms / num_tokens - self._ms_per_token)

@@ -9,6 +9,8 @@ from pathlib import Path
 from kvferry.errors import CommandError
 from kvferry.replay.trace import Trace
 
+WEIGHT = 0.2  # of the newest prompt in the speed that is reported, if it has so many tokens
+FULL_CHUNK = 64
 WARM_UP_TOKENS = 128  # of the prompt by which a worker learns its speed before it serves
 
 
@@ -54,6 +56,18 @@ class Speeds:
             + self.step_ms_per_sequence * num_sequences
             + self.step_ms_per_token * context_tokens
         )
+
+
+@dataclass(slots=True)
+class Speedometer:
+    """What a worker says of its speed: a moving average, as `engine.load` keeps it."""
+
+    ms_per_token: float
+
+    def learn(self, compute_ms: float, num_tokens: int) -> None:
+        """A prompt of which so many tokens were computed in that time."""
+        weight = WEIGHT * min(1.0, num_tokens / FULL_CHUNK)
+        self.ms_per_token += weight * (compute_ms / num_tokens - self.ms_per_token)
 
 
 def read_speeds(path: Path) -> Speeds:
