@@ -18,6 +18,7 @@ import structlog
 from engine.clock import Clock
 from kvcache.block_hash import BlockHash, Namespace
 from prefix_index.index import Manifest, Role, WorkerRecord
+from prefix_index.prefix_table import Run
 from router.doubts import Doubts, Party
 from router.kinds import compare, compare_links
 from router.pace import Pace
@@ -31,11 +32,16 @@ COMPARE_S = 1.0
 class Mirrors(Protocol):
     """The part of `prefix_index.mirror.Mirror` that the router reads."""
 
+    @property
+    def version(self) -> int:
+        """Another one whenever `workers` has changed."""
+
     def workers(self) -> Sequence[WorkerRecord]: ...
 
-    def longest(self, names: Sequence[bytes]) -> Mapping[str, int]: ...
+    def runs(self, names: Sequence[bytes]) -> Mapping[str, Run]: ...
 
 
+NO_RUN = Run(0, 0)
 BlockNames = Callable[[Namespace, int], Sequence[BlockHash]]
 
 
@@ -64,6 +70,7 @@ class Fleet:
         self.sightings = Sightings(clock) if sightings is None else sightings
         self._pace = Pace(clock)
         self._workers: dict[str, Worker] = {}  # by instance
+        self._version = -1  # of the mirror, when it was last read
         self._leaving: list[grpc.aio.Channel] = []
         self._compared_at = clock.now()
         self._compared: set[str] = set()  # instances
@@ -116,6 +123,9 @@ class Fleet:
 
     def refresh(self) -> None:
         """Take over what the mirror knows now."""
+        if self._version == self._mirror.version:
+            return
+        self._version = self._mirror.version
         records = {record.instance: record for record in self._mirror.workers()}
         names = {record.name: record for record in records.values()}
         for instance in [each for each in self._workers if each not in records]:
@@ -236,7 +246,7 @@ class Fleet:
     def _matches(self, names: BlockNames) -> dict[str, Match]:
         """How much of the prompt each worker holds, by worker name."""
         matched: dict[str, Match] = {}
-        found: dict[tuple[str, int], tuple[Sequence[BlockHash], Mapping[str, int]]] = {}
+        found: dict[tuple[str, int], tuple[Sequence[BlockHash], Mapping[str, Run]]] = {}
         for worker in self._workers.values():
             if worker.unfit:
                 continue
@@ -244,11 +254,11 @@ class Fleet:
             shape = (manifest.namespace, manifest.block_size)
             if shape not in found:
                 named = names(Namespace(bytes.fromhex(manifest.namespace)), manifest.block_size)
-                found[shape] = (named, self._mirror.longest(named))
+                found[shape] = (named, self._mirror.runs(named))
             named, held = found[shape]
-            num_blocks = held.get(worker.name, 0)
-            expected = self.sightings.expected(named, worker.record.instance, num_blocks)
-            matched[worker.name] = Match(
-                num_blocks * manifest.block_size, expected * manifest.block_size
-            )
+            run, size = held.get(worker.name, NO_RUN), manifest.block_size
+            expected = self.sightings.expected(named, worker.record.instance, run.num_blocks)
+            if expected:
+                host_tokens = run.num_in_host * size
+                matched[worker.name] = Match(run.num_blocks * size, expected * size, host_tokens)
         return matched

@@ -52,6 +52,7 @@ class Replica:
     # And those that it will hold when this prompt's turn comes, as far as we know: what it computes
     # before. Costs count on them; nothing is promised for them.
     expected_blocks: int = 0
+    host_blocks: int = 0  # of the matched ones: in host memory, to be loaded back first
     running: int = 0  # sequences it is streaming
     waiting: int = 0  # requests that have not joined its batch
     step_ms: float = 0.0  # of one decode step

@@ -76,6 +76,7 @@ class Match:
 
     tokens: int = 0
     expected_tokens: int = 0
+    host_tokens: int = 0  # of `tokens`: in host memory, not where the model computes
 
 
 NO_MATCH = Match()
@@ -177,6 +178,7 @@ def _replica(
         queued_ms=worker.ahead_ms(now, curve.token_ms),
         matched_blocks=match.tokens // block_size,
         expected_blocks=match.expected_tokens // block_size,
+        host_blocks=match.host_tokens // block_size,
         running=running,
         waiting=load.waiting,
         step_ms=load.decode_step_ms,

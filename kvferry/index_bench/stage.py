@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,16 @@ from typing import Any, cast
 import grpc.aio
 
 from engine.clock import MonotonicClock
+from kvcache.block_hash import BlockHash
 from kvferry.die_with_parent import wrap
-from kvferry.index_bench.prompts import Size
+from kvferry.index_bench.prompts import PROMPT_TOKENS, Size
 from kvferry.redis_server import redis_server
 from prefix_index.mirror import Mirror
 from prefix_index.redis_index import RedisIndex
 from router.fleet import Fleet
 from router.journal import journal
+from router.policy import Decision, choose
+from router.snapshot import Asked
 
 POLL_S = 0.02
 
@@ -114,3 +117,9 @@ def fleet_of(mirror: Mirror) -> Fleet:
         MonotonicClock(),
         journal(io.StringIO()),
     )
+
+
+def decision(fleet: Fleet, names: Callable[..., Sequence[BlockHash]], key: bytes) -> Decision:
+    """As the router's handler decides: a snapshot of the fleet, and the policy's choice."""
+    snapshot = fleet.snapshot(Asked(PROMPT_TOKENS, key, max_tokens=256), names)
+    return choose(snapshot.prompt, snapshot.replicas)

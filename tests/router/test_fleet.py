@@ -11,6 +11,7 @@ import pytest
 from engine.clock import ManualClock
 from kvcache.block_hash import PUBLIC, BlockHash, Namespace, name_blocks
 from prefix_index.index import Load, Manifest, Role, WorkerRecord
+from prefix_index.prefix_table import Run
 from router.doubts import Doubts
 from router.fleet import Fleet
 from router.journal import journal
@@ -22,16 +23,28 @@ from tests.router.fakes import IDLE, MANIFEST, MODEL, PROMPT, SOURCE, FakeCluste
 class FakeMirror:
     def __init__(self) -> None:
         self.records: list[WorkerRecord] = []
+        self.reads = 0
         self.held: dict[str, int] = {}
+        self.in_host: dict[str, int] = {}
         self.held_under: dict[tuple[bytes, ...], dict[str, int]] = {}  # where names matter
         self.asked: list[Sequence[bytes]] = []
+
+    @property
+    def version(self) -> int:
+        """Another one each time: tests change `records` as they like."""
+        self.reads += 1
+        return self.reads
 
     def workers(self) -> list[WorkerRecord]:
         return self.records
 
-    def longest(self, names: Sequence[bytes]) -> Mapping[str, int]:
+    def runs(self, names: Sequence[bytes]) -> Mapping[str, Run]:
         self.asked.append(names)
-        return self.held_under.get(tuple(names), self.held)
+        held = self.held_under.get(tuple(names), self.held)
+        return {
+            worker: Run(num_blocks, min(num_blocks, self.in_host.get(worker, 0)))
+            for worker, num_blocks in held.items()
+        }
 
 
 class FakeChannel:
@@ -433,3 +446,11 @@ def test_a_decode_steps_curve_is_fitted_to_what_reports_say_of_steps(bench: Benc
     bench.clock.advance(1.0)
     replica = bench.snapshot().replicas.decodes[0]
     assert replica.joined_step_ms == pytest.approx(10 + 0.5 * 5 + 0.001 * (900 + 64), rel=0.05)
+
+
+def test_what_a_worker_holds_in_host_memory_is_told_apart() -> None:
+    bench = Bench()
+    bench.show(record("prefill-0"), record("decode-0"))
+    bench.mirror.held, bench.mirror.in_host = {"prefill-0": 3}, {"prefill-0": 2}
+    replica = bench.snapshot().replicas.prefills[0]
+    assert (replica.matched_blocks, replica.host_blocks) == (3, 2)
