@@ -11,7 +11,7 @@ FOLDERS := $(wildcard $(SOURCES))
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-timed test-lab test-matrix test-campaigns test-gpu demo bench bench-peers-env proto clean
+.PHONY: help setup check test test-timed test-lab test-matrix test-campaigns test-gpu demo bench bench-peers-env bench-engines-env proto clean
 
 help:
 	@echo "make demo      start a whole cluster with a real model and ask it three questions"
@@ -19,6 +19,7 @@ help:
 	@echo "make check     formatting, lint, types, floor plan, generated stubs"
 	@echo "make bench     run every benchmark; make bench-NAME runs bench/NAME.py"
 	@echo "make bench-peers-env  install what bench-transfer compares with"
+	@echo "make bench-engines-env  install what bench-engine compares with (gigabytes, a quarter of an hour)"
 	@echo "make test-campaigns  10,000 damaged cells, clean transfers and cancels (a quarter of an hour)"
 	@echo "make test-gpu  the checks that need a CUDA device; make bench-gpu: its speed with an 8B model"
 	@echo "make proto     regenerate the gRPC stubs"
@@ -66,7 +67,19 @@ demo: setup
 	@$(BIN)/python -m kvferry demo
 
 bench: setup
-	@set -e; for file in $(filter-out bench/gpu.py,$(wildcard bench/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+	@set -e; for file in $(filter-out bench/gpu.py,$(wildcard bench/[a-z]*.py)); do echo "== $$file"; PYTHONPATH=. $(BIN)/python $$file $(ARGS); done
+
+# Each in an environment of its own, outside of ours. llama.cpp is compiled: a quarter of an hour.
+# vLLM asks for what goes with torch for pictures and sound, which PyPI has for CUDA only, and does
+# without.
+bench-engines-env:
+	@for name in vllm llama.cpp; do \
+	    echo "installing $$name into .venv-peers/$$name"; \
+	    { $(PYTHON) -m venv .venv-peers/$$name && \
+	      .venv-peers/$$name/bin/python -m pip install --quiet -r bench/engines/$$name.txt && \
+	      .venv-peers/$$name/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; } || \
+	    echo "$$name did not install: make bench-engine will leave it out"; \
+	done
 
 # mooncake and nixl, in an environment of their own that `bench transfer` finds by itself.
 bench-peers-env:
@@ -75,7 +88,7 @@ bench-peers-env:
 	@$(PEERS)/bin/python kvferry/transfer_bench/peer.py check || { echo "they need libibverbs1, librdmacm1 and libnuma1"; exit 1; }
 
 bench-%: setup
-	@$(BIN)/python bench/$*.py $(ARGS)
+	@PYTHONPATH=. $(BIN)/python bench/$*.py $(ARGS)
 
 proto: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto

@@ -6,6 +6,8 @@
  */
 #include "dense.h"
 
+#include <stddef.h>
+
 #include "tile.h"
 
 enum {
@@ -33,13 +35,17 @@ static int64_t output_at(int64_t panel, int64_t column, int64_t out, int64_t pai
 }
 
 void dense_lay_out(const float *rows, int64_t in, int64_t out, int64_t paired, float *panels) {
-    for (int64_t panel = 0; panel < panels_of(out, paired); panel++)
+    for (int64_t panel = 0; panel < panels_of(out, paired); panel++) {
+        const float *from[PANEL];
         for (int64_t column = 0; column < PANEL; column++) {
             int64_t output = output_at(panel, column, out, paired);
-            float *to = panels + panel * PANEL * in + column;
-            for (int64_t i = 0; i < in; i++)
-                to[i * PANEL] = output < out ? rows[output * in + i] : 0.0f;
+            from[column] = output < out ? rows + output * in : NULL;
         }
+        float *to = panels + panel * PANEL * in;
+        for (int64_t i = 0; i < in; i++)
+            for (int64_t column = 0; column < PANEL; column++)
+                *to++ = from[column] ? from[column][i] : 0.0f;
+    }
 }
 
 /* `rows` rows of x times one panel, of which `width` outputs are real. */

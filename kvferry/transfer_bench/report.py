@@ -81,8 +81,8 @@ def write(path: Path, rows: Sequence[Row], about: dict[str, Any]) -> None:
     path.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def plot(path: Path, rows: Sequence[Row], console: Console) -> None:
-    """A bar for each row beside its limit and its peer; needs matplotlib, which is optional."""
+def plot(path: Path, rows: Sequence[Row], console: Console, unit: str = "GB/s") -> None:
+    """A bar for each row in this unit, beside its limit and its peer; matplotlib is optional."""
     try:
         import matplotlib
     except ImportError:
@@ -91,7 +91,7 @@ def plot(path: Path, rows: Sequence[Row], console: Console) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn = [each for each in rows if each.unit == "GB/s"]
+    drawn = [each for each in rows if each.unit == unit]
     figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.45 * len(drawn)))
     places = range(len(drawn))
     axes.barh(places, [each.limit or 0 for each in drawn], 0.8, color="#d9d9d9", label="limit")
@@ -101,7 +101,7 @@ def plot(path: Path, rows: Sequence[Row], console: Console) -> None:
         axes.plot([value for _, value in peers], [i for i, _ in peers], "k|", ms=16, label="peer")
     axes.set_yticks(list(places), [each.what for each in drawn])
     axes.invert_yaxis()
-    axes.set_xlabel("GB/s")
+    axes.set_xlabel(unit)
     axes.legend()
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
