@@ -1,5 +1,7 @@
 """The router's reading of the real default model: its words, without its weights."""
 
+import asyncio
+
 import pytest
 
 from engine.sampling_params import resolve
@@ -66,3 +68,21 @@ async def test_an_id_outside_its_vocabulary_is_refused_in_prompt_and_bias(
 def test_its_limits_are_the_checkpoints(smollm2: ServedModel) -> None:
     assert (smollm2.name, smollm2.max_context, smollm2.vocab_size) == ("smollm2", 8192, 49152)
     assert 2 in smollm2.eos_token_ids
+
+
+async def test_a_long_prompt_is_tokenised_beside_the_event_loop(smollm2: ServedModel) -> None:
+    """Not only in another thread: the interpreter is free meanwhile."""
+    text = "The quick brown fox jumps over the lazy dog, and then some. " * 4000
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.001)
+
+    task = asyncio.create_task(take_turns())
+    ids = await asyncio.to_thread(smollm2.encode_text, text)
+    task.cancel()
+    assert len(ids) > 50_000
+    assert turns > 20
