@@ -120,7 +120,8 @@ async def _wait_for_a_pair(record: ClusterRecord, timeout_s: float) -> None:
                         pairs = (await router.explain(request)).candidates
                         if any(pair.prefill and pair.decode and not pair.refused for pair in pairs):
                             return
-                        reason = "; ".join(pair.refused for pair in pairs) or reason
+                        reasons = [pair.refused for pair in pairs if not pair.action]
+                        reason = "; ".join(reasons) or reason
                     except CommandError as error:
                         reason = str(error)
                     await asyncio.sleep(0.1)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from engine.clock import MonotonicClock
 from kvcache.block_hash import PUBLIC, index_key, name_blocks
 from kvcache.cells import bad_cells
+from kvferry.stats import predictions_of, regret_line
 from model.checksum_reference import checksum_continuation
 from model.config import ChecksumConfig
 from model.source import open_model
@@ -236,6 +237,20 @@ async def test_metrics_count_what_repeats_of_a_prompt_did_not_compute(
             by_metrics = [new - old for old, new in zip(before, after, strict=True)]
             counted.append([reply.usage.cached_tokens, *by_metrics])
         assert counted == [[0] * 3, [cached] * 3, [cached] * 3]
+
+
+async def test_the_router_learns_how_long_prompts_take_and_predicts_it(
+    cluster: LiveCluster,
+) -> None:
+    for seed in range(30):
+        prompt = prompt_of(400, seed=9000 + seed)
+        await cluster.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{cluster.http_url}/metrics")).text
+    found = [each for each in predictions_of(text) if each.what == "first token"]
+    assert sum(each.count for each in found) >= 30
+    assert all(0.3 < each.ratio < 3 for each in found if each.count >= 15), found
+    assert "in the mean of" in regret_line(text)
 
 
 async def test_a_first_token_that_ends_the_text_is_the_whole_answer(cluster: LiveCluster) -> None:
