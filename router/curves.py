@@ -80,10 +80,6 @@ class PrefillFit:
         )
         self.curve = self._read()
 
-    @property
-    def num_observations(self) -> int:
-        return self._fit.num_observations
-
     def learn(self, uncached_tokens: int, cached_tokens: int, ms: float) -> None:
         looks = looks_of(uncached_tokens, cached_tokens)
         self._fit.learn((1.0, uncached_tokens / KILO, looks / MEGA), ms)

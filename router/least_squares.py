@@ -41,7 +41,6 @@ class LeastSquares:
         self._size = range(len(priors))
         self.coefficients = [each.value for each in priors]
         self._drift = [(DRIFT * each.spread) ** 2 for each in priors]
-        self.num_observations = 0
         self._be_uncertain()
 
     def predict(self, features: Sequence[float]) -> float:
@@ -54,7 +53,6 @@ class LeastSquares:
         self._move([each / scale for each in features], error)
         self._stay_within_priors()
         self._stay_within_bounds()
-        self.num_observations += 1
 
     def _be_uncertain(self) -> None:
         variances = [each.spread**2 for each in self._priors]
