@@ -67,7 +67,7 @@ demo: setup
 	@$(BIN)/python -m kvferry demo
 
 bench: setup
-	@set -e; for file in $(filter-out bench/gpu.py,$(wildcard bench/[a-z]*.py)); do echo "== $$file"; PYTHONPATH=. $(BIN)/python $$file $(ARGS); done
+	@set -e; for file in $(filter-out bench/gpu.py,$(wildcard bench/[a-z]*.py)); do echo "== $$file"; PYTHONPATH=. $(BIN)/python -P $$file $(ARGS); done
 
 # Each in an environment of its own, outside of ours. llama.cpp is compiled: a quarter of an hour.
 # vLLM asks for what goes with torch for pictures and sound, which PyPI has for CUDA only, and does
@@ -88,7 +88,7 @@ bench-peers-env:
 	@$(PEERS)/bin/python kvferry/transfer_bench/peer.py check || { echo "they need libibverbs1, librdmacm1 and libnuma1"; exit 1; }
 
 bench-%: setup
-	@PYTHONPATH=. $(BIN)/python bench/$*.py $(ARGS)
+	@PYTHONPATH=. $(BIN)/python -P bench/$*.py $(ARGS)
 
 proto: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
