@@ -10,7 +10,9 @@ import math
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 LEAST_BYTES = 4 << 20  # below this there is nothing to gain
@@ -32,8 +34,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < LEAST_BYTES:
         return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(buffer(num_bytes)).view(dtype).view(shape)
+
+
+def buffer(num_bytes: int) -> NDArray[np.uint8]:
+    """As np.empty."""
+    if num_bytes < LEAST_BYTES:
+        return np.empty(num_bytes, dtype=np.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(huge_pages(memory), dtype=dtype).view(shape)
+    return np.frombuffer(huge_pages(memory), dtype=np.uint8)
 
 
 def keep_freed() -> None:

@@ -105,12 +105,18 @@ async def _measure(  # type: ignore[no-untyped-def]
     ours: list[float] = []
     limit: list[float] = []
     theirs: dict[str, list[float]] = {rival.peer.name: [] for rival in rivals}
+    own_cpu: list[float] = []
+    limit_cpu: list[float] = []
     gigabytes = case.total_bytes / 1e9
     async with pair.running(case):
         await pair.seconds(case)  # opens the links, touches the memory
         for _ in range(runs):
+            began = await _cpu_ms_per_mib(pair, case)
             ours.append(gigabytes / await pair.seconds(case))
+            between = await _cpu_ms_per_mib(pair, case)
             limit.append(gigabytes / await pair.limit_seconds(case))
+            own_cpu.append(between - began)
+            limit_cpu.append(await _cpu_ms_per_mib(pair, case) - between)
             for rival in rivals:
                 took = await rival.seconds(case.chunk_bytes)
                 theirs[rival.peer.name].append(gigabytes / took)
@@ -120,7 +126,14 @@ async def _measure(  # type: ignore[no-untyped-def]
     if not rows:
         note = f"{', '.join(absent)}: not installed" if absent and comparable else None
         rows = [row(str(case), ours, limit, note)]
+    if replace(case, wire=base.wire, digests=base.digests) == base:
+        rows.append(row(f"{case}: CPU of both ends", own_cpu, limit_cpu, unit="ms/MiB"))
     return rows
+
+
+async def _cpu_ms_per_mib(pair: Pair, case: Case) -> float:
+    """What both ends have used so far, for each MiB that the case carries."""
+    return sum(await pair.cpu_seconds()) * 1e3 / (case.total_bytes / 2**20)
 
 
 def _digest_costs(planned: list[Case], rows: list[Row]) -> list[Row]:

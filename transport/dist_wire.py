@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from kvcache import host_memory
 from protos.transfer_pb2 import Frame, Hello
 from transport.frame_socket import MAX_PAYLOAD_BYTES, FrameSocket, parse_frame
 from transport.link import Connector, Fill, Link, LinkClosed
@@ -56,7 +57,7 @@ class PrefillDistLink(SocketLink):
                 raise LinkClosed(self._end.reason or "the link is closed")
             room = self._rooms.pop()
         if room.nbytes < num_bytes:
-            room = np.empty(num_bytes, dtype=np.uint8)
+            room = host_memory.buffer(num_bytes)
         payload = room[:num_bytes].data
         frame = None
         try:

@@ -24,6 +24,7 @@ from functools import partial
 
 import numpy as np
 
+from kvcache import host_memory
 from protos.transfer_pb2 import Frame
 from transport.link import Fill, LinkClosed, heed
 from transport.staging import Staging
@@ -34,7 +35,7 @@ INLINE, RETURN = -1, -2
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 64 << 20  # of one chunk: a frame that announces more is no chunk of ours
-MAX_ARRIVED = 8  # messages read before the loop looks at them
+MAX_ARRIVED = 2  # messages read before the loop looks at them: what lies longer leaves the caches
 
 Take = Callable[[bytes, int, int, memoryview | None], None]  # frame, payload_bytes, place, payload
 
@@ -154,7 +155,7 @@ class FrameSocket:
     def _load(self, num_bytes: int, fill: Fill) -> None:
         """On the writer's thread."""
         if self._room.nbytes < num_bytes:
-            self._room = np.empty(num_bytes, dtype=np.uint8).data
+            self._room = host_memory.buffer(num_bytes).data
         room = self._room[:num_bytes]
         frame = fill(room)
         if frame is not None:

@@ -7,6 +7,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache import host_memory
+
 
 class Staging:
     """Buffers for payloads, used again once nobody looks at them any more.
@@ -28,4 +30,4 @@ class Staging:
             buffer = self._kept.pop()
             if num_bytes <= buffer.nbytes:
                 return buffer
-        return np.empty(num_bytes, dtype=np.uint8)
+        return host_memory.buffer(num_bytes)
