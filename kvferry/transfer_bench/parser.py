@@ -37,7 +37,10 @@ def transfer(
     runs: Annotated[int, typer.Option(min=1, help="Repetitions of each case.")] = 7,
     peer_python: Annotated[
         str | None,
-        typer.Option(help="A Python that has mooncake and nixl.", show_default="this one"),
+        typer.Option(
+            help="A Python that has mooncake and nixl.",
+            show_default="that of make bench-peers-env",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the rows go, as JSON.")] = Path(
         "bench/out/transfer.json"

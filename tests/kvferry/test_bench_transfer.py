@@ -1,6 +1,7 @@
 """What the benchmark plans, counts and leaves behind; one small run of it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     out = tmp_path / "out" / "transfer.json"
     flags = ["--blocks", "2", "--concurrency", "2", "--pair", "1x2", "--runs", "1"]
     wires = ["--wire", "shm", "--wire", "tcp", "--wire", "grpc"]
-    done = CliRunner().invoke(app, ["bench", "transfer", *wires, *flags, "--out", str(out)])
+    flags += ["--peer-python", sys.executable, "--out", str(out)]
+    done = CliRunner().invoke(app, ["bench", "transfer", *wires, *flags])
     assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())["rows"]
     measured = [each["what"] for each in rows if each["unit"] == "GB/s"]
@@ -76,4 +78,6 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     ]
     assert [list(each) for each in rows] == [keys] * len(rows)
     assert all(each["ours"] > 0 and each["limit"] > 0 for each in rows if each["unit"] == "GB/s")
+    costs = [each["what"] for each in rows if each["unit"] == "ms/MiB"]
+    assert costs == [f"{what}: CPU of both ends" for what in measured]
     assert out.with_suffix(".png").stat().st_size > 0
