@@ -35,6 +35,7 @@ def load(
     if isinstance(config, ChecksumConfig):
         return ChecksumModel(config, head_map, comm, spec.block_size, device)
     assert tensors is not None
+    assert form == "dense" or torch.device(device).type == "cpu"
     shard = Shard.of(config, head_map, comm.rank)
     dtype = DTYPES[spec.dtype]
     kernel = host_decoder.load() if _suits_cpu(device, dtype) else None
