@@ -5,6 +5,8 @@ Every engine is a process; one at a time runs, the others are stopped meanwhile.
 taken in turn. Contexts grow a little while decoding, by the same steps for all.
 
     ARGS='--engine kvferry --engine vLLM --case decode-4 --runs 7 --threads 2' chooses
+    ARGS='--weights int8' has kvferry quantise them, and llama.cpp take Q8_0
+    ARGS='--weights stored' has both take the file's own Q4_1 and Q8_0; the others stay in fp32
 
 Roofline: a decode step reads all weights and the cache once, at the rate at which memory was read
 in the same run; a prompt's products run at the rate of a large product, and causal attention's too.
@@ -25,7 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.engines.files import default_file, fp32_gguf, hugging_face_folder
+from bench.engines.files import default_file, fp32_gguf, hugging_face_folder, q8_0_gguf
 from kvferry.transfer_bench.report import Row, plot, row, table, write
 
 OUT = Path("bench/out/engine.json")
@@ -42,7 +44,13 @@ ENGINES = ("kvferry", "transformers", "vLLM", "llama.cpp")
 # SmolLM2-135M
 LAYERS, WIDTH, KV_WIDTH, MIDDLE, VOCABULARY = 30, 576, 192, 1536, 49152
 PER_LAYER = WIDTH * (2 * WIDTH + 2 * KV_WIDTH + 3 * MIDDLE)
-WEIGHT_BYTES = 4 * (LAYERS * PER_LAYER + VOCABULARY * WIDTH)
+HEAD = VOCABULARY * WIDTH
+WEIGHTS = LAYERS * PER_LAYER + HEAD
+WEIGHT_BYTES = {  # what a step reads of them
+    "dense": 4.0 * WEIGHTS,
+    "int8": 34 / 32 * WEIGHTS,
+    "stored": 20 / 32 * LAYERS * PER_LAYER + 34 / 32 * HEAD,
+}
 KV_BYTES = 4 * LAYERS * 2 * KV_WIDTH  # of a token
 
 
@@ -57,12 +65,13 @@ class Speeds:
 class Running:
     """One engine's process; stopped but for the time in which it is asked something."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, weights: str = "dense") -> None:
         self.name = name
         began = time.perf_counter()
-        python, model, environment = _environment(name, threads)
+        python, model, environment = _environment(name, threads, weights)
+        more = [weights] if name == "kvferry" else []
         self._process = subprocess.Popen(
-            [python, str(CHILD), name, model, str(threads)],
+            [python, str(CHILD), name, model, str(threads), *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -103,7 +112,7 @@ class Running:
         raise OSError(f"{self.name} ended with exit code {self._process.wait()}")
 
 
-def _environment(name: str, threads: int) -> tuple[str, str, dict[str, str]]:
+def _environment(name: str, threads: int, weights: str) -> tuple[str, str, dict[str, str]]:
     """Python, model and variables of an engine. Raises OSError where it is not installed."""
     root = str(CHILD.parents[2])
     if name in ("kvferry", "limits"):
@@ -114,7 +123,8 @@ def _environment(name: str, threads: int) -> tuple[str, str, dict[str, str]]:
     if not python.exists():
         raise OSError("not installed: make bench-engines-env")
     if name == "llama.cpp":
-        return str(python), str(fp32_gguf()), {}
+        file = {"dense": fp32_gguf, "int8": q8_0_gguf, "stored": default_file}[weights]
+        return str(python), str(file()), {}
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -152,27 +162,26 @@ def measure(
     return taken, speeds
 
 
-def roofline(case: str, speeds: Sequence[Speeds], runs: int) -> list[float]:
+def roofline(case: str, weights: str, speeds: Sequence[Speeds], runs: int) -> list[float]:
     """Tokens a second, by the speeds of each repetition."""
     size = CASES[case]
     if case.startswith("decode"):
         context = CONTEXT + 1 + runs * STEPS / 2
-        num_bytes = WEIGHT_BYTES + size * context * KV_BYTES
-        flops = 2 * size * WEIGHT_BYTES / 4
+        num_bytes = WEIGHT_BYTES[weights] + size * context * KV_BYTES
+        flops = 2.0 * size * WEIGHTS if weights == "dense" else 0
         return [size / max(num_bytes / each.read, flops / each.multiply) for each in speeds]
     flops = 2.0 * LAYERS * PER_LAYER * size + 2 * LAYERS * 2 * WIDTH * size * size / 2
     return [size / (flops / each.multiply) for each in speeds]
 
 
 def report(
-    case: str, taken: dict[str, list[float]], speeds: Sequence[Speeds], runs: int
+    case: str, weights: str, taken: dict[str, list[float]], speeds: Sequence[Speeds], runs: int
 ) -> list[Row]:
-    limit, unit = roofline(case, speeds, runs), "tokens/s"
+    limit, unit = roofline(case, weights, speeds, runs), "tokens/s"
     first, *others = taken
-    rows = [
-        row(f"{case} fp32", taken[first], limit, each, taken[each], unit=unit) for each in others
-    ]
-    return rows or [row(f"{case} fp32", taken[first], limit, unit=unit)]
+    what = f"{case} {'fp32' if weights == 'dense' else weights}"
+    rows = [row(what, taken[first], limit, each, taken[each], unit=unit) for each in others]
+    return rows or [row(what, taken[first], limit, unit=unit)]
 
 
 def costs(engines: Sequence[Running]) -> list[Row]:
@@ -188,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", action="append", choices=ENGINES)
     parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--weights", choices=WEIGHT_BYTES, default="dense")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
@@ -198,14 +208,14 @@ def main() -> None:
     try:
         for name in asked.engine or ENGINES:
             try:
-                engines.append(Running(name, asked.threads))
+                engines.append(Running(name, asked.threads, asked.weights))
             except OSError as error:
                 missing[name] = str(error)
                 console.print(f"{name} is left out: {error}")
         rows: list[Row] = []
         for case in asked.case or CASES:
             taken, speeds = measure(engines, limits, case, asked.runs)
-            rows += report(case, taken, speeds, asked.runs)
+            rows += report(case, asked.weights, taken, speeds, asked.runs)
             console.print(table(rows[-max(1, len(engines) - 1) :]))
         rows += costs(engines)
     finally:

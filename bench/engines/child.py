@@ -1,6 +1,6 @@
 """One engine in a process, and an environment, of its own: does what a line of JSON asks for.
 
-    python child.py NAME MODEL THREADS [ROOT]
+    python child.py NAME MODEL THREADS [WEIGHTS]
 
 The first line out says that the first token has been made. Then:
 
@@ -38,7 +38,7 @@ class Engine(Protocol):
 class Kvferry:
     """The engine that workers run, stepped by hand: scheduling and sampling are part of it."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, weights: Any = "dense") -> None:
         import torch
 
         from engine.clock import MonotonicClock
@@ -55,7 +55,7 @@ class Kvferry:
         source = open_model(model)
         config: Any = source.config
         heads = HeadMap.even(config.num_query_heads, config.num_kv_heads, 1)
-        loaded = source.load(heads, 0, SingleComm())
+        loaded = source.load(heads, 0, SingleComm(), weights=weights)
         num_blocks = MOST * 704 // 16
         store = KvStore(loaded.spec, heads.kv[0], num_blocks)
         self._engine = KvferryEngine(
@@ -274,9 +274,9 @@ def answer(engine: Any, asked: dict[str, Any], source: random.Random) -> float:
 
 
 def main() -> None:
-    name, model, threads = sys.argv[1:4]
+    name, model, threads, *weights = sys.argv[1:]
     source = random.Random(5)
-    engine = ENGINES[name](model, int(threads))
+    engine = ENGINES[name](model, int(threads), *weights)
     if name != "limits":
         answer(engine, {"do": "prefill", "tokens": 16}, source)
     print("ANSWER " + json.dumps("ready"), flush=True)

@@ -40,7 +40,16 @@ def hugging_face_folder() -> Path:
 
 def fp32_gguf() -> Path:
     """The same fields, the tensors blown up."""
-    target = FOLDER / "smollm2-f32.gguf"
+    return _gguf("smollm2-f32.gguf", gguf.GGMLQuantizationType.F32)
+
+
+def q8_0_gguf() -> Path:
+    """The same fields, every matrix in Q8_0."""
+    return _gguf("smollm2-q8_0.gguf", gguf.GGMLQuantizationType.Q8_0)
+
+
+def _gguf(name: str, matrices: gguf.GGMLQuantizationType) -> Path:
+    target = FOLDER / name
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,10 +62,11 @@ def fp32_gguf() -> Path:
         kind = field.types[0]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), kind, sub_type=inner)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if matrices.name == "F32" else "MOSTLY_Q8_0"])
     for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, np.ascontiguousarray(values, dtype=np.float32))
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        stored = matrices if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
