@@ -10,6 +10,7 @@ taken in turn. Contexts grow a little while decoding, by the same steps for all.
 
 Roofline: a decode step reads all weights and the cache once, at the rate at which memory was read
 in the same run; a prompt's products run at the rate of a large product, and causal attention's too.
+That product is fp32's: weights of fewer bits may beat it.
 """
 
 import argparse
@@ -230,9 +231,10 @@ def main() -> None:
         "read GB/s": round(statistics.median(each.read for each in speeds) / 1e9, 1),
         "product GFLOP/s": round(statistics.median(each.multiply for each in speeds) / 1e9),
     }
-    write(OUT, rows, about)
-    plot(OUT.with_suffix(".png"), rows, console, unit="tokens/s")
-    console.print(f"wrote {OUT}")
+    out = OUT if asked.weights == "dense" else OUT.with_stem(f"engine-{asked.weights}")
+    write(out, rows, about)
+    plot(out.with_suffix(".png"), rows, console, unit="tokens/s")
+    console.print(f"wrote {out}")
 
 
 if __name__ == "__main__":
