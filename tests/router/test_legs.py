@@ -26,4 +26,4 @@ async def test_decode_is_told_every_rank_of_whoever_else_holds_blocks_of_the_pro
         (1, "here:2"),
         None,
     ]
-    await channel.close()
+    await channel.close(None)
