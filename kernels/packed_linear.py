@@ -14,6 +14,7 @@ the processor has. Without a compiler the reference does the work.
 import ctypes
 import functools
 import logging
+import math
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.compiled import compiled
-from kernels.host_decoder import Matrix
+from kernels.host_decoder import Matrix, huge
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("packed_linear.c")
 TILE = 16  # outputs that lie side by side
 GROUP = 32
+LINE = 64  # bytes of a cache
+PIECE = 32 << 20  # bytes of memory had at once
 PLAIN, AVX2, VNNI512 = range(3)  # instructions
 
 
@@ -52,13 +55,16 @@ class PackedMatrix:
     def empty(
         cls, num_outputs: int, width: int, bits: int, skip: int = 0,
         dtype: torch.dtype = torch.float16, with_mins: bool = False, parts: int = 1,
+        memory: "Memory | None" = None,
     ) -> "PackedMatrix":  # fmt: skip
         """All zero, to be filled some rows at a time; `dtype` is that of scales and mins."""
         assert (bits == 8 and parts in (1, 2)) or (bits == 4 and with_mins and parts == 1)
         num_tiles, num_groups = -(-num_outputs // (2 * TILE)) * 2, -(-(skip + width) // GROUP)
-        codes = torch.zeros(num_tiles, num_groups, bits, TILE, 4, dtype=torch.uint8)
-        scales = torch.zeros(num_tiles, num_groups * parts, TILE, dtype=dtype)
-        mins = torch.zeros_like(scales) if with_mins else None
+        memory = memory or Memory(0)
+        codes = memory.zeros(num_tiles, num_groups, bits, TILE, 4, dtype=torch.uint8)
+        shape = (num_tiles, num_groups * parts, TILE)
+        scales = memory.zeros(*shape, dtype=dtype)
+        mins = memory.zeros(*shape, dtype=dtype) if with_mins else None
         return cls(codes, scales, mins, bits, num_outputs, width, skip)
 
     def fill(self, first: int, part: "PackedRows") -> None:
@@ -90,6 +96,25 @@ class PackedMatrix:
     def num_bytes(self) -> int:
         mins = 0 if self.mins is None else self.mins.nbytes
         return self.codes.nbytes + self.scales.nbytes + mins
+
+
+class Memory:
+    """Many matrices side by side in large pieces, which huge pages may back.
+
+    A piece lives as long as something in it; with pieces of 0 bytes, everything has its own.
+    """
+
+    def __init__(self, piece_bytes: int = PIECE) -> None:
+        self._piece_bytes = piece_bytes
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        room = -(-num_bytes // LINE) * LINE
+        if room > len(self._left):
+            self._left = huge(max(self._piece_bytes, room) // 4).view(torch.uint8)
+        taken, self._left = self._left[:num_bytes], self._left[room:]
+        return taken.zero_().view(dtype).view(shape)
 
 
 class PackedRows(NamedTuple):

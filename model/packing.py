@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.packed_linear import GROUP, TILE, PackedMatrix, PackedRows
+from kernels.packed_linear import GROUP, TILE, Memory, PackedMatrix, PackedRows
 from model.errors import BadModelFile
 from model.stored_codes import PACKED_TYPES, Packing, block_codes, one_by_one, two_a_byte
 from model.stored_tensor import StoredTensor, TensorBytes
@@ -61,7 +61,11 @@ def can_pack(stored: StoredTensor, form: WeightForm) -> bool:
 
 
 def read_packed(
-    mapped: TensorBytes, parts: Sequence[RowsOf], cols: range, form: WeightForm
+    mapped: TensorBytes,
+    parts: Sequence[RowsOf],
+    cols: range,
+    form: WeightForm,
+    memory: Memory | None = None,
 ) -> PackedMatrix:
     """Columns `cols` of the parts, one under the other; each part must be one that `can_pack`.
 
@@ -71,7 +75,7 @@ def read_packed(
     packing = VALUES.get(form) or _common([PACKED_TYPES[part.stored.type] for part in parts])
     num_outputs = sum(len(part.numbers) for part in parts)
     skip = cols.start % GROUP
-    matrix = _empty(num_outputs, len(cols), packing, skip)
+    matrix = _empty(num_outputs, len(cols), packing, skip, memory)
     step = max(1, CHUNK_VALUES // len(cols) // TILE) * TILE
     for first in range(0, num_outputs, step):
         rows = [
@@ -170,9 +174,11 @@ def _common(packings: Sequence[Packing]) -> Packing:
     )
 
 
-def _empty(num_outputs: int, width: int, packing: Packing, skip: int = 0) -> PackedMatrix:
+def _empty(
+    num_outputs: int, width: int, packing: Packing, skip: int = 0, memory: Memory | None = None
+) -> PackedMatrix:
     bits, with_mins, parts, dtype, _ = packing
-    return PackedMatrix.empty(num_outputs, width, bits, skip, dtype, with_mins, parts)
+    return PackedMatrix.empty(num_outputs, width, bits, skip, dtype, with_mins, parts, memory)
 
 
 def _as(rows: PackedRows, packing: Packing) -> PackedRows:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.packed_linear import Memory, PackedMatrix
 from model.config import DecoderConfig
 from model.layers import RmsNorm
 from model.linear import DenseLinear, Linear, PackedLinear
@@ -110,6 +111,7 @@ class _Reader:
         self._dtype = dtype
         self._make_dense = make_dense
         self._form = form
+        self._memory = Memory()
         self._bytes = TensorBytes()
         self._interleaved = tensors.from_gguf and config.architecture == "llama"
 
@@ -136,7 +138,7 @@ class _Reader:
         parts = [self._part(role, layer, some) for role, some in zip(roles, rows, strict=True)]
         if all(can_pack(part.stored, self._form) for part in parts):
             cols = range(parts[0].stored.shape[1])
-            return PackedLinear(read_packed(self._bytes, parts, cols, self._form), bias_O)
+            return PackedLinear(self._packed(parts, cols), bias_O)
         return self._make_dense(self._rows(roles, layer, rows), bias_O, roles == ["gate", "up"])
 
     def norm(self, role: str, layer: int | None) -> RmsNorm:
@@ -182,10 +184,13 @@ class _Reader:
         stored = self._tensors.of(role, layer)
         if can_pack(stored, self._form):
             part = self._part(role, layer, range(stored.shape[0]))
-            return PackedLinear(read_packed(self._bytes, [part], cols, self._form))
+            return PackedLinear(self._packed([part], cols))
         out = self._empty(stored.shape[0], len(cols))
         self.fill(out, stored, cols=cols)
         return self._make_dense(out, None, False)
+
+    def _packed(self, parts: Sequence[RowsOf], cols: range) -> PackedMatrix:
+        return read_packed(self._bytes, parts, cols, self._form, self._memory)
 
     def _part(self, role: str, layer: int | None, rows: range) -> RowsOf:
         numbers = torch.arange(rows.start, rows.stop)
