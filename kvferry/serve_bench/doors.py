@@ -96,6 +96,8 @@ class GrpcDoor:
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=ask.prompt),
             sampling=pb.SamplingParams(max_tokens=ask.max_tokens, temperature=0, ignore_eos=True),
+            priority=ask.priority,
+            session=ask.session,
         )
         bearer = self._keys.bearer(ask.tenant)
         metadata = (("authorization", bearer),) if bearer else ()
@@ -165,7 +167,9 @@ class HttpDoor:
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 "return_token_ids": True,
+                "priority": ask.priority,
                 **({"model": self._model} if self._model else {}),
+                **({"session_id": ask.session} if ask.session else {}),
             }
         ).encode()
         bearer = self._keys.bearer(ask.tenant)

@@ -23,8 +23,9 @@ class Ask:
     at_s: float  # when it is due, after the start
     prompt: list[int]
     max_tokens: int
-    tenant: str
-    priority: int
+    tenant: str = ""
+    session: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Workload:
             self.prompt(number, arrival),
             max(1, arrival.output_tokens),
             arrival.tenant,
+            arrival.session,
             arrival.priority,
         )
 
@@ -61,7 +63,7 @@ class Workload:
         lengths = sorted(each.num_tokens for each in self.trace.arrivals)
         usual = lengths[len(lengths) // 2]
         return [
-            Ask(-1 - at, 0.0, self._drawn("warm-up", at.to_bytes(8, "little"), usual), 8, "", 0)
+            Ask(-1 - at, 0.0, self._drawn("warm-up", at.to_bytes(8, "little"), usual), 8)
             for at in range(count)
         ]
 

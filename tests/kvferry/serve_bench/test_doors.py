@@ -9,7 +9,7 @@ from kvferry.errors import CommandError
 from kvferry.serve_bench.doors import HttpDoor, Keys, Piece, Refused, Usage, open_door, parse_keys
 from kvferry.serve_bench.workload import Ask
 
-ASK = Ask(0, 0.0, [1, 2, 3], 2, "shop", 0)
+ASK = Ask(0, 0.0, [1, 2, 3], 2, "shop", "visit 7", -2)
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -40,6 +40,7 @@ async def test_tokens_are_counted_across_chunks_that_split_a_line() -> None:
     pieces, asked = await answered(HEAD + b"".join(map(chunk, parts)) + b"0\r\n\r\n")
     assert pieces == [Piece(1), Piece(0, Usage(3, 2))]
     assert b"Authorization: Bearer theirs\r\n" in asked and b'"prompt": [1, 2, 3]' in asked
+    assert b'"priority": -2' in asked and b'"session_id": "visit 7"' in asked
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class OneAtATime:
 
 
 def asks(count: int, every_s: float, max_tokens: int = 1) -> list[Ask]:
-    return [Ask(at, at * every_s, [0] * 10, max_tokens, "", 0) for at in range(count)]
+    return [Ask(at, at * every_s, [0] * 10, max_tokens) for at in range(count)]
 
 
 def run(door: OneAtATime, wanted: list[Ask] | Iterator[Ask], until_s: float = 1e6) -> Load:
