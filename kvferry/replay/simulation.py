@@ -36,6 +36,7 @@ from router.fleet import Fleet
 from router.forecast import forecast
 from router.hit_rate import HitRate, account
 from router.journal import journal
+from router.sessions import Sessions
 from router.sightings import Sightings
 from router.snapshot import Asked, Snapshot
 
@@ -118,6 +119,7 @@ class _Simulation:
         self.crew: Crew
         self._pick = picker(options.policy, options.seed)
         self._bounds = Bounds()
+        self._sessions = Sessions(self._clock)
         self._sightings = Sightings(self._clock, lag_s=1.5 + options.index_lag_s)
         self.decisions: list[Decision] = []
         self.ended_at = 0.0
@@ -221,8 +223,10 @@ class _Simulation:
         def named(_namespace: Namespace, _block_size: int) -> Sequence[BlockHash]:
             return names
 
+        home = self._sessions.home(arrival.tenant.encode(), arrival.session)
+        session = (home.prefill, home.decode) if home else None
+        asked = Asked(num_tokens, key, MAX_TOKENS, session=session)
         for trusting in (False, True):
-            asked = Asked(num_tokens, key, MAX_TOKENS)
             snapshot = self._fleet.snapshot(asked, named, without, trusting=trusting)
             usable = [each for each in snapshot.replicas.prefills if not each.refused]
             pins = policy.Pins(prefill=self._pick(usable, names) if usable else "")
@@ -326,6 +330,9 @@ class _Simulation:
         finally:
             booking.close()
         self._fleet.note_output(arrival.output_tokens)
+        prefill_name = chosen.prefill.name if chosen.prefill else ""
+        tenant = arrival.tenant.encode()
+        self._sessions.note(tenant, arrival.session, prefill_name, chosen.decode.name)
         self._fleet.doubts.clear(computing.record.instance)
         rate = account(
             prompt=arrival.num_tokens, delivered=cached_tokens, gone=made.gone, **made.rates

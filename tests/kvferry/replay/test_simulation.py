@@ -255,3 +255,17 @@ def test_regret_and_predictions_of_the_policy_are_in_the_figures(
     assert ours["prediction_ratio"] == pytest.approx(1.0, abs=0.05)
     assert 0 <= float(str(ours["regret_ms"])) < 0.2 * outcomes[Policy.OURS].ttft_ms()
     assert outcomes[Policy.RANDOM].regret_ms > 2 * outcomes[Policy.OURS].regret_ms
+
+
+def test_a_session_stays_where_it_was(tmp_path: Path) -> None:
+    """Prompts that share nothing, on idle replicas that are alike but for where the session was."""
+    lines = [
+        {"t": at, "prompt_token_ids": [at] * 1000, "max_tokens": 2, "session_id": "s"}
+        for at in range(12)
+    ]
+    path = tmp_path / "session.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    trace, options = read_trace(path), replace(ONE, num_replicas=4, cache_tokens=8000)
+    anywhere = replace(trace, arrivals=tuple(replace(each, session="") for each in trace.arrivals))
+    homes = [{each.prefill for each in replay(each, options).served} for each in (trace, anywhere)]
+    assert len(homes[0]) == 1 and len(homes[1]) > 1
