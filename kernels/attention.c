@@ -158,7 +158,7 @@ INLINE void lone_tile(const int heads, const int vectors, const int64_t tail, co
         if (keep != 1.0f)
             for (int v = 0; v < vectors; v++) store(state + v * LANES, load(state + v * LANES) * keep);
     }
-    vec sums[heads * vectors];
+    vec sums[256 / LANES]; /* of the head dims of all heads of one pass */
     for (int h = 0; h < heads; h++)
         for (int v = 0; v < vectors; v++) sums[h * vectors + v] = load(part + h * stride + v * LANES);
     for (int64_t t = 0; t < count; t++) {
@@ -276,7 +276,7 @@ static own_scratch scratch_of(const attention *at, float *from) {
 /* out[r][PANEL] (+)= x[r] times a panel: rows `x_stride` and inputs `x_step` floats apart. */
 INLINE void panel_rows(const int rows, const float *x, int64_t x_stride, int64_t x_step,
                        const float *panel, int64_t in, float *out, const int adds) {
-    vec low[rows], high[rows];
+    vec low[ROWS], high[ROWS];
     for (int r = 0; r < rows; r++) {
         low[r] = adds ? load(out + r * PANEL) : (vec){};
         high[r] = adds ? load(out + r * PANEL + LANES) : (vec){};

@@ -51,7 +51,8 @@ void dense_lay_out(const float *rows, int64_t in, int64_t out, int64_t paired, f
 /* `rows` rows of x times one panel, of which `width` outputs are real. */
 INLINE void multiply_tile(const int rows, const matrix *at, const product *p, int64_t row,
                           int64_t panel, int64_t width) {
-    vec low[rows], high[rows];
+    vec low[ROWS], high[ROWS];
+#pragma GCC unroll 16
     for (int r = 0; r < rows; r++) low[r] = high[r] = (vec){};
     const float *weights = (const float *)at->values + panel * PANEL * at->in;
     tile(rows, p->x + row * p->x_stride, p->x_stride, 1, weights, at->in, low, high);

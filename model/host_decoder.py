@@ -28,7 +28,9 @@ from model.panel_linear import HostLinear
 from model.shard import Shard, split
 from model.weights import DecoderWeights, LayerWeights
 
-LAYER = Part.ATTEND | Part.FEED
+FIRST = Part.BEGIN | Part.WRITE
+LAYER = Part.ATTEND | Part.FEED | Part.WRITE  # and the beginning of the next
+LAST = Part.ATTEND | Part.FEED | Part.FINISH
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
@@ -62,11 +64,11 @@ class CpuDecoder:
         alone, last = self._comm.size == 1, self.config.num_layers - 1
         if not alone:
             self._embed(batch.token_ids_T)
-        self._run(step, 0, Part.BEGIN | Part.WRITE)
+        self._run(step, 0, FIRST)
         on_layer(0)
         for layer in range(last):
             if alone:
-                self._run(step, layer, LAYER | Part.WRITE)
+                self._run(step, layer, LAYER)
             else:
                 self._layer_with_others(step, layer)
                 self._run(step, layer + 1, Part.WRITE)
@@ -78,7 +80,7 @@ class CpuDecoder:
         logits_RV = torch.empty(step.num_wanted, self._vocabulary_widths[self._comm.rank])
         step.logits = logits_RV.data_ptr()
         if alone:
-            self._run(step, last, LAYER | Part.FINISH)
+            self._run(step, last, LAST)
         else:
             self._layer_with_others(step, last)
             self._run(step, last, Part.FINISH)
