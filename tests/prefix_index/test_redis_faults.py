@@ -5,9 +5,11 @@ Everything here runs at a fifth of the usual times: heartbeat 0.2 s, lease 1 s.
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from redis import Redis
@@ -381,6 +383,12 @@ async def test_two_prefixes_share_a_redis_without_meeting(server: RedisServer) -
     assert [record.name for record in await ours.workers()] == ["w0"]
     await ours.close()
     await theirs.close()
+
+
+def test_the_documented_commands_are_those_that_are_sent() -> None:
+    text = (Path(__file__).parents[2] / "docs/prefix-index.md").read_text()
+    rule = text.partition("ACL SETUSER")[2].partition("\n\n")[0]
+    assert re.findall(r"[+](\w+)", rule) == [command.lower() for command in COMMANDS]
 
 
 async def test_a_forbidden_command_is_unavailable_not_a_crash(server: RedisServer) -> None:
