@@ -5,8 +5,11 @@ head), nothing between them, on all cores. The forms take turns. The limit of fe
 to read the form's bytes once, as fast as the machine read memory in the same run. The peer is
 fbgemm's dynamic int8 in torch: one scale for a row of activations and for an output of weights,
 where ours has one for 32 inputs.
+
+    ARGS='--instructions avx2 --threads 1' measures what an older processor would do, one core of it
 """
 
+import argparse
 import os
 import time
 from collections.abc import Callable
@@ -29,7 +32,7 @@ HEAD = (49152, 576)
 ROWS = (1, 4, 8, 16, 512)
 ROUNDS = 5
 FORMS: dict[str, WeightForm] = {"int8": "int8", "4 bits": "int4"}
-INSTRUCTIONS = ("plain C", "AVX2", "AVX-512 VNNI")
+INSTRUCTIONS = ("none", "avx2", "avx512vnni")
 Step = Callable[[dict[int, Tensor]], float]
 
 
@@ -75,12 +78,20 @@ def read_speed(num_bytes: int) -> float:
 
 
 def main() -> None:
-    torch.set_num_threads(os.cpu_count() or 1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--instructions", choices=INSTRUCTIONS)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
     kernel = load()
+    if kernel is not None and asked.instructions is not None:
+        wanted = INSTRUCTIONS.index(asked.instructions)
+        assert wanted <= kernel.instructions, f"this machine has no {asked.instructions}"
+        kernel = kernel._replace(instructions=wanted)
     values = matrices()
     linears: dict[str, list[Linear]] = {"fp32": [DenseLinear(each) for each in values]}
     for name, form in FORMS.items():
-        linears[name] = [PackedLinear(pack_values(each, form)) for each in values]
+        linears[name] = [PackedLinear(pack_values(each, form), None, kernel) for each in values]
     steps = {name: step([(each.in_width, each) for each in all_]) for name, all_ in linears.items()}
     steps["fbgemm"] = step([(each.shape[1], fbgemm(each)) for each in values])
     num_bytes = {name: sum(each.num_bytes for each in all_) for name, all_ in linears.items()}
@@ -102,10 +113,10 @@ def main() -> None:
             peer = "fbgemm" if name != "fp32" else None
             theirs = [count / each for each in taken["fbgemm", count]] if peer else []
             rows.append(row(f"{name}, {count} rows", ours, limit, peer, theirs, unit="rows/s"))
-    used = "none" if kernel is None else INSTRUCTIONS[kernel.instructions]
+    used = "torch" if kernel is None else INSTRUCTIONS[kernel.instructions]
     print(f"read speed {max(speeds) / 1e9:.1f} GB/s; instructions: {used}")
     Console().print(table(rows))
-    write(OUT, rows, {"cpus": os.cpu_count(), "instructions": used, "read_bytes_per_s": speeds})
+    write(OUT, rows, {"threads": asked.threads, "instructions": used, "read_bytes_per_s": speeds})
     print(f"wrote {OUT}")
 
 

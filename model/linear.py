@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.host_decoder import Matrix
-from kernels.packed_linear import PackedMatrix, load, reference, reference_rows
+from kernels.packed_linear import PackedKernel, PackedMatrix, load, reference, reference_rows
 
 FEWEST_TURNED = 4  # rows: see `DenseLinear`
 MOST_TURNED = 48
@@ -73,12 +73,17 @@ class PackedLinear:
 
     matrix: Matrix  # where it could be compiled
 
-    def __init__(self, packed: PackedMatrix, bias_O: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        packed: PackedMatrix,
+        bias_O: Tensor | None = None,
+        kernel: PackedKernel | None = None,  # by default the machine's best
+    ) -> None:
         self.packed = packed
         self.bias_O = None if bias_O is None else bias_O.float()
         self.in_width, self.out_width = packed.width, packed.num_outputs
         self.num_bytes = packed.num_bytes + (0 if self.bias_O is None else self.bias_O.nbytes)
-        kernel = load()
+        kernel = kernel or load()
         self._compiled = None if kernel is None else (kernel, kernel.describe(packed))
         if kernel is not None and self._compiled is not None:
             self.matrix = kernel.matrix(self._compiled[1], self.bias_O)
