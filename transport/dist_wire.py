@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from kvcache import host_memory
-from protos.transfer_pb2 import Frame, Hello
+from protos.transfer_pb2 import Hello
 from transport.frame_socket import MAX_PAYLOAD_BYTES, FrameSocket, parse_frame
 from transport.link import Connector, Fill, Link, LinkClosed
 from transport.meeting import await_caller, call, listen_tcp
@@ -37,17 +37,6 @@ class PrefillDistLink(SocketLink):
     def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
         self._end.check()
         return self._stream.write(partial(self._load, num_bytes, fill))
-
-    async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
-        if payload is None:
-            await super().send(frame)
-            return
-
-        def copy(room: memoryview) -> Frame:
-            room[:] = payload
-            return frame
-
-        await asyncio.shield(self.load(payload.nbytes, copy))
 
     def _load(self, num_bytes: int, fill: Fill) -> None:
         """On the writer's thread."""

@@ -66,29 +66,18 @@ class FrameSocket:
         self._take, self._ended = take, ended
         self._loop.call_soon(self._read_on)
 
-    def send(
-        self,
-        frame: bytes,
-        payload: memoryview | None = None,
-        payload_bytes: int = 0,
-        place: int = INLINE,
-    ) -> Awaitable[None] | None:
+    def send(self, frame: bytes, place: int = INLINE) -> Awaitable[None] | None:
         """Send after all that was sent before; what is awaitable is done when the system has it.
 
-        None when it has it already. One that is cancelled is sent whole or not at all. Raises
-        LinkClosed.
+        None when it has it already. Raises LinkClosed.
         """
         if not self._open:
             raise LinkClosed("the socket is closed")
-        head = HEADER.pack(len(frame), payload_bytes, place) + frame
-        if payload is None and not self._writer.num_waiting:
-            sent = self._send_now(head)
-            if sent == len(head):
-                return None
-            return self._write_soon([memoryview(head)[sent:]])
-        return self._write_soon(
-            [memoryview(head), payload] if payload is not None else [memoryview(head)]
-        )
+        head = HEADER.pack(len(frame), 0, place) + frame
+        sent = 0 if self._writer.num_waiting else self._send_now(head)
+        if sent == len(head):
+            return None
+        return self.write(partial(self._write, [memoryview(head)[sent:]]))
 
     def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
         """Send what `fill` builds, after all that was sent before. Raises LinkClosed."""
@@ -148,9 +137,6 @@ class FrameSocket:
             return 0
         except OSError as error:
             raise LinkClosed(f"the socket broke: {error}") from error
-
-    def _write_soon(self, pieces: list[memoryview]) -> Awaitable[None]:
-        return self.write(partial(self._write, pieces))
 
     def _load(self, num_bytes: int, fill: Fill) -> None:
         """On the writer's thread."""

@@ -15,7 +15,7 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 
-from protos.transfer_pb2 import Frame, Hello
+from protos.transfer_pb2 import Hello
 from transport.frame_socket import (
     INLINE,
     RETURN,
@@ -55,17 +55,6 @@ class PrefillShmLink(SocketLink):
             return super().load(num_bytes, fill)
         self._end.check()
         return self._stream.write(partial(self._load, num_bytes, fill))
-
-    async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
-        if payload is None:
-            await super().send(frame)
-            return
-
-        def copy(room: memoryview) -> Frame:
-            room[:] = payload
-            return frame
-
-        await asyncio.shield(self.load(payload.nbytes, copy))
 
     def _load(self, num_bytes: int, fill: Fill) -> None:
         """On the writer's thread."""
@@ -127,7 +116,7 @@ class DecodeShmLink(SocketLink):
         slots = [self._done.popleft() for _ in range(len(self._done))]
         if slots:
             with contextlib.suppress(LinkClosed):
-                self._stream.send(pack_slots(slots), None, 0, RETURN)
+                self._stream.send(pack_slots(slots), RETURN)
 
 
 class ShmConnector:

@@ -1,6 +1,7 @@
 import asyncio
 import socket
 
+from protos.transfer_pb2 import Chunk, Frame
 from transport.frame_socket import HEADER, INLINE, FrameSocket
 
 
@@ -15,13 +16,19 @@ def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
 
 async def test_a_frame_never_slips_into_a_payload_whose_sender_stopped_waiting() -> None:
     payload = memoryview(bytes([7]) * (2 << 20))  # more than the socket takes at once
-    whole = HEADER.pack(3, payload.nbytes, INLINE) + b"big" + payload
+    big = Frame(chunk=Chunk(seq=1))
+    raw = big.SerializeToString()
+    whole = HEADER.pack(len(raw), payload.nbytes, INLINE) + raw + payload
     small = HEADER.pack(5, 0, INLINE) + b"small"
     for made_room in range(1, 21):
         ours, theirs = socket.socketpair()
         stream = FrameSocket(ours)
-        sending = stream.send(b"big", payload, payload.nbytes)
-        assert isinstance(sending, asyncio.Future)
+
+        def fill(room: memoryview) -> Frame:
+            room[:] = payload
+            return big
+
+        sending = stream.load(payload.nbytes, fill)
         start = await asyncio.to_thread(read_exactly, theirs, made_room * 7_000)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)

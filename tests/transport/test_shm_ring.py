@@ -124,7 +124,7 @@ async def test_an_oversized_payload_goes_over_the_socket() -> None:
 async def test_a_slot_that_was_never_lent_ends_the_link() -> None:
     async with network("shm") as net:
         near, far, keeper = await links_of(net)
-        far._stream.send(b"\x05\x00", None, 0, -2)  # type: ignore[attr-defined]
+        far._stream.send(b"\x05\x00", -2)  # type: ignore[attr-defined]
         with pytest.raises(Exception, match="slot 5 was given back"):
             async with asyncio.timeout(5):
                 await near.recv()
