@@ -29,6 +29,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.engines.files import default_file, fp32_gguf, hugging_face_folder, q8_0_gguf
+from kvferry.die_with_parent import wrap
 from kvferry.transfer_bench.report import Row, plot, row, table, write
 
 OUT = Path("bench/out/engine.json")
@@ -72,7 +73,7 @@ class Running:
         python, model, environment = _environment(name, threads, weights)
         more = [weights] if name == "kvferry" else []
         self._process = subprocess.Popen(
-            [python, str(CHILD), name, model, str(threads), *more],
+            wrap((python, str(CHILD), name, model, str(threads), *more), os.getpid()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
