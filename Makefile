@@ -87,6 +87,10 @@ bench-peers-env:
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/transfer_peers.txt
 	@$(PEERS)/bin/python kvferry/transfer_bench/peer.py check || { echo "they need libibverbs1, librdmacm1 and libnuma1"; exit 1; }
 
+# Not bench/engine.py, which would hide the package of that name from everything in its folder.
+bench-engine: setup
+	@PYTHONPATH=. $(BIN)/python bench/engine_speed.py $(ARGS)
+
 bench-%: setup
 	@PYTHONPATH=. $(BIN)/python -P bench/$*.py $(ARGS)
 

@@ -16,7 +16,7 @@ from typing import Any
 import grpc.aio
 from rich.console import Console
 
-from bench.engine import Running
+from bench.engine_speed import Running
 from engine.clock import MonotonicClock
 from kvferry.cluster import running_cluster
 from kvferry.redis_server import free_port
