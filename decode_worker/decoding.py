@@ -15,10 +15,11 @@ rank has whole by then stay as cache, so that whoever tries again starts from th
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import grpc
 import grpc.aio
 
 from decode_worker.ranks import HearsCalls, ReceivesPrompts
@@ -38,7 +39,7 @@ from transport.orders import (
 )
 from worker.cleanups import Cleanups
 from worker.outputs import Outputs
-from worker.refusal import refusals
+from worker.refusal import Refused, refusals
 from worker.work import WorkIntake
 
 NO_DEADLINE_S = 86_400.0
@@ -70,6 +71,7 @@ class Decoding:
         ranks: Sequence[ReceivesPrompts],
         waiting_room: WaitingRoom,
         cleanups: Cleanups,
+        against: Callable[[pb.PrefillSource], str] = lambda source: "",
     ) -> None:
         self._engine = engine
         self._intake = intake
@@ -78,6 +80,7 @@ class Decoding:
         self._ranks = ranks
         self._waiting_room = waiting_room
         self._cleanups = cleanups
+        self._against = against  # why nothing is to come from there now; empty when it may
 
     async def run(
         self, asked: pb.DecodeRequest, remaining_s: float = NO_DEADLINE_S
@@ -87,6 +90,9 @@ class Decoding:
         `remaining_s` is what the caller's deadline leaves; a transfer may take all of it, as long
         as its other end gives signs of life.
         """
+        if asked.transfer_id and (why := self._against(asked.source)):
+            reason = f"{self._identity.worker} takes nothing from {asked.source.worker}: {why}"
+            raise Refused(grpc.StatusCode.UNAVAILABLE, reason)
         outputs = Outputs(asyncio.get_running_loop())
         call = _Call(self._intake.accept(asked.work, outputs.put), outputs)
         try:

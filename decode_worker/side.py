@@ -12,17 +12,15 @@ from decode_worker.waiting_room import WaitingRoom
 from prefix_index.index import Role
 from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from transport.cells_servicer import CellsServicer, PinsBlocks
-from transport.config import TransportConfig
 from transport.counts import TransferCounts
 from transport.receiver import Receiver
 from transport.servicer import TransferServicer
+from transport.watch import Watch
 from worker.named_blocks import NamedBlocks
 from worker.refusal import Context
 from worker.role import Front, RankContext, RoleSpec
 from worker.serving import serve_call
 from worker.wires import acceptors
-
-OPEN_WAIT_S = 5.0  # for the router's other leg, beyond the wait for blocks
 
 
 class DecodeSide:
@@ -32,10 +30,7 @@ class DecodeSide:
         settings, parts = context.settings, context.parts
         self._context = context
         self._lenders = ThreadPoolExecutor(1, "kv-lend")
-        self._config = TransportConfig(
-            lease_s=settings.transfer_lease_s,
-            open_wait_s=settings.reserve_wait_s + OPEN_WAIT_S,
-        )
+        self._config = settings.transport()
         self.receiver = Receiver(
             context.identity,
             parts.kv_heads,
@@ -53,6 +48,10 @@ class DecodeSide:
     @property
     def counts(self) -> TransferCounts:
         return self.receiver.counts
+
+    @property
+    def watch(self) -> Watch:
+        return self.receiver.watch
 
     def serve_ranks(self, server: grpc.aio.Server) -> None:
         transfer = TransferServicer(self.receiver, acceptors(self._context.settings))
@@ -85,6 +84,7 @@ class DecodeSide:
             ranks,
             waiting_room,
             front.cleanups,
+            front.quarantines.against,
         )
 
     async def start(self) -> None:

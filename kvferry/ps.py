@@ -5,6 +5,7 @@ The index says who holds a lease; each worker is then asked itself what it holds
 
 import asyncio
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 
 import grpc
 import grpc.aio
@@ -16,7 +17,9 @@ from engine.clock import MonotonicClock
 from kvferry.errors import NoCluster
 from kvferry.redis_server import ask_version
 from prefix_index.index import IndexUnavailable, Role, WorkerRecord
+from prefix_index.quarantine import wires_left
 from prefix_index.redis_index import RedisIndex
+from prefix_index.worker_record import shared_wires
 from protos.worker_pb2 import InspectRequest, InspectResponse
 from protos.worker_pb2_grpc import WorkerAdminStub
 from transport.grpc_options import channel_options
@@ -31,7 +34,7 @@ async def ps(redis_url: str, key_prefix: str, console: Console) -> None:
     answers = await asyncio.gather(*(inspect(worker.address) for worker in workers))
     console.print(worker_table(workers, answers))
     problems = unusable_pairs(workers)
-    for problem in problems:
+    for problem in [*problems, *quarantines(workers, datetime.now())]:
         console.print(problem, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if workers and not problems:
         console.print("every prefill worker can serve every decode worker", highlight=False)
@@ -101,5 +104,28 @@ def unusable_pairs(workers: Sequence[WorkerRecord]) -> list[str]:
         return ["no decode worker: nothing can be served"]
     if not prefill:
         return ["no prefill worker: decode computes every prompt itself"]
-    reasons = ((p, d, p.manifest.mismatch(d.manifest)) for p in prefill for d in decode)
+    reasons = ((p, d, _against(p, d)) for p in prefill for d in decode)
     return [f"{p.name} cannot serve {d.name}: {reason}" for p, d, reason in reasons if reason]
+
+
+def _against(prefill: WorkerRecord, decode: WorkerRecord) -> str:
+    mismatch = prefill.manifest.mismatch(decode.manifest)
+    if mismatch:
+        return mismatch
+    wires = shared_wires(prefill.manifest, decode.manifest)
+    left, _ = wires_left(decode.load.quarantines, prefill.name, prefill.epoch, wires)
+    return "" if left else "too much of what it sends comes damaged"
+
+
+def quarantines(workers: Sequence[WorkerRecord], now: datetime) -> list[str]:
+    """One sentence for each wire, and each worker, that a decode worker leaves alone, and why."""
+    alive = {(worker.name, worker.epoch) for worker in workers}
+    return [
+        f"{each.prefill} (epoch {each.epoch}) to {decode.name}: "
+        f"{f'the wire {each.wire}' if each.wire else 'every wire'} is in quarantine since "
+        f"{now - timedelta(seconds=each.for_s):%H:%M:%S}, for {each.left_s:.0f} s more: "
+        f"{each.reason}"
+        for decode in workers
+        for each in decode.load.quarantines
+        if (each.prefill, each.epoch) in alive
+    ]

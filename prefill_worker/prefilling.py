@@ -160,6 +160,7 @@ def _order(call: pb.PrefillRequest, request: Request, identity: Identity) -> Shi
         num_tokens=len(request.prompt),
         target=Target.from_proto(call.target),
         wire=call.wire,
+        other_wires=tuple(call.other_wires),
     )
 
 

@@ -22,11 +22,15 @@ from worker.serving import serve_call
 
 
 class PrefillSide:
+    watch = None  # decode finds out what is damaged
+
     def __init__(self, context: RankContext) -> None:
         settings, parts = context.settings, context.parts
         self._identity = context.identity
         self._names = context.names
-        self._config = TransportConfig(lease_s=settings.transfer_lease_s)
+        self._config = TransportConfig(
+            lease_s=settings.transfer_lease_s, max_call_bytes=settings.max_call_bytes
+        )
         self._store = parts.store
         self._lenders = ThreadPoolExecutor(1, "kv-lend")
         self._shipper = Shipper(

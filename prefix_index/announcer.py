@@ -145,6 +145,8 @@ class Announcer:
     def _absorb(self) -> None:
         """Take the pool's news. While the set is unknown its events say nothing."""
         load, events = self._source()
+        if _subjects(load) != _subjects(self._load):
+            self._heartbeat_due = -math.inf  # routers are to know at once
         self._load = replace(load, draining=load.draining or self._draining)
         if self._names is None:
             return
@@ -240,3 +242,7 @@ class Announcer:
                 await self._index.deregister(self.record.name, self.record.epoch)
         except (PrefixIndexError, TimeoutError) as error:
             log.warning("worker_not_deregistered", worker=self.record.name, reason=str(error))
+
+
+def _subjects(load: Load) -> set[tuple[str, int, str]]:
+    return {each.subject for each in load.quarantines}

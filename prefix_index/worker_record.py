@@ -14,6 +14,7 @@ from typing import Protocol, Self
 from pydantic import TypeAdapter, ValidationError
 
 from kvcache.spec import MAX_BLOCK_SIZE, is_block_size
+from prefix_index.quarantine import Quarantine
 
 MAX_NAME_CHARS = 200
 
@@ -117,6 +118,7 @@ class Load:
     step_sequences: float = 0.0
     step_context_tokens: float = 0.0
     context_tokens: int = 0  # of all sequences it streams now
+    quarantines: tuple[Quarantine, ...] = ()  # a decode worker's
 
     def to_json(self) -> bytes:
         return _LOAD.dump_json(self)

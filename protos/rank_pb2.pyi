@@ -27,30 +27,50 @@ class RankReportRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RankReport(_message.Message):
-    __slots__ = ("pid", "open_transfers", "asyncio_tasks", "open_files")
+    __slots__ = ("pid", "open_transfers", "asyncio_tasks", "open_files", "quarantines")
     PID_FIELD_NUMBER: _ClassVar[int]
     OPEN_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     ASYNCIO_TASKS_FIELD_NUMBER: _ClassVar[int]
     OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINES_FIELD_NUMBER: _ClassVar[int]
     pid: int
     open_transfers: int
     asyncio_tasks: int
     open_files: int
-    def __init__(self, pid: _Optional[int] = ..., open_transfers: _Optional[int] = ..., asyncio_tasks: _Optional[int] = ..., open_files: _Optional[int] = ...) -> None: ...
+    quarantines: _containers.RepeatedCompositeFieldContainer[QuarantineReport]
+    def __init__(self, pid: _Optional[int] = ..., open_transfers: _Optional[int] = ..., asyncio_tasks: _Optional[int] = ..., open_files: _Optional[int] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineReport, _Mapping]]] = ...) -> None: ...
+
+class QuarantineReport(_message.Message):
+    __slots__ = ("prefill", "epoch", "wire", "for_s", "left_s", "reason")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
+    FOR_S_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    epoch: int
+    wire: str
+    for_s: float
+    left_s: float
+    reason: str
+    def __init__(self, prefill: _Optional[str] = ..., epoch: _Optional[int] = ..., wire: _Optional[str] = ..., for_s: _Optional[float] = ..., left_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ShipmentOrder(_message.Message):
-    __slots__ = ("key", "request_key", "num_tokens", "target", "wire")
+    __slots__ = ("key", "request_key", "num_tokens", "target", "wire", "other_wires")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_WIRES_FIELD_NUMBER: _ClassVar[int]
     key: _transfer_pb2.ShipmentKey
     request_key: int
     num_tokens: int
     target: _worker_pb2.DecodeTarget
     wire: str
-    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., request_key: _Optional[int] = ..., num_tokens: _Optional[int] = ..., target: _Optional[_Union[_worker_pb2.DecodeTarget, _Mapping]] = ..., wire: _Optional[str] = ...) -> None: ...
+    other_wires: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., request_key: _Optional[int] = ..., num_tokens: _Optional[int] = ..., target: _Optional[_Union[_worker_pb2.DecodeTarget, _Mapping]] = ..., wire: _Optional[str] = ..., other_wires: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ShipmentReport(_message.Message):
     __slots__ = ("chunks", "bytes", "transfer_ms")

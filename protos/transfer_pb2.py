@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/transfer.proto\x12\nkvferry.v1\x1a\x13protos/worker.proto\"`\n\x0bShipmentKey\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprefill_epoch\x18\x03 \x01(\x04\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x04 \x01(\x04\"\xd8\x04\n\x05\x46rame\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\"\n\x05hello\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.HelloH\x00\x12&\n\x07welcome\x18\x03 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12 \n\x04open\x18\x04 \x01(\x0b\x32\x10.kvferry.v1.OpenH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.kvferry.v1.CreditH\x00\x12\"\n\x05\x63hunk\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.ChunkH\x00\x12)\n\tchunk_ack\x18\x07 \x01(\x0b\x32\x14.kvferry.v1.ChunkAckH\x00\x12+\n\nchunk_nack\x18\x08 \x01(\x0b\x32\x15.kvferry.v1.ChunkNackH\x00\x12\'\n\x08seal_all\x18\t \x01(\x0b\x32\x13.kvferry.v1.SealAllH\x00\x12$\n\x06\x63ommit\x18\n \x01(\x0b\x32\x12.kvferry.v1.CommitH\x00\x12\"\n\x05\x61\x62ort\x18\x0b \x01(\x0b\x32\x11.kvferry.v1.AbortH\x00\x12)\n\tdrain_ack\x18\x0c \x01(\x0b\x32\x14.kvferry.v1.DrainAckH\x00\x12\"\n\x05renew\x18\r \x01(\x0b\x32\x11.kvferry.v1.RenewH\x00\x12 \n\x04meet\x18\x0e \x01(\x0b\x32\x10.kvferry.v1.MeetH\x00\x12-\n\x0b\x63\x65lls_again\x18\x0f \x01(\x0b\x32\x16.kvferry.v1.CellsAgainH\x00\x42\x06\n\x04\x62ody\"\xcc\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x18\n\x10prefill_instance\x18\x03 \x01(\t\x12\x15\n\rprefill_epoch\x18\x04 \x01(\x04\x12\x14\n\x0cprefill_rank\x18\x05 \x01(\r\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x06 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x07 \x01(\x0c\x12\x0c\n\x04wire\x18\x08 \x01(\t\x12\x12\n\nrendezvous\x18\t \x01(\t\"4\n\x07Welcome\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x02 \x01(\r\"6\n\x04Meet\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\"Q\n\x04Open\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\r\n\x05heads\x18\x03 \x03(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"3\n\x06\x43redit\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x14\n\x0cwindow_bytes\x18\x02 \x01(\x04\"\xa3\x01\n\x05\x43hunk\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x06 \x01(\x0c\x12\x0f\n\x07payload\x18\x07 \x01(\x0c\x12\r\n\x05heads\x18\x08 \x03(\r\x12\r\n\x05\x63heck\x18\t \x01(\x06\"P\n\x07\x43\x65llRun\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x03(\r\"/\n\nCellsAgain\x12!\n\x04runs\x18\x01 \x03(\x0b\x32\x13.kvferry.v1.CellRun\"\xb3\x01\n\x0c\x46\x65tchRequest\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\r\n\x05names\x18\x02 \x03(\x0c\x12!\n\x04runs\x18\x03 \x03(\x0b\x32\x13.kvferry.v1.CellRun\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x04 \x01(\r\x12&\n\x05lacks\x18\x05 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x0e\n\x06places\x18\x06 \x03(\r\"c\n\x0c\x46\x65tchedCells\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.CellRun\x12\x0f\n\x07missing\x18\x02 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"\x17\n\x08\x43hunkAck\x12\x0b\n\x03seq\x18\x01 \x01(\r\"(\n\tChunkNack\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"O\n\x07SealAll\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x30\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\"\x08\n\x06\x43ommit\"%\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\"\n\n\x08\x44rainAck\"\x07\n\x05Renew2<\n\x08Transfer\x12\x30\n\x04Link\x12\x11.kvferry.v1.Frame\x1a\x11.kvferry.v1.Frame(\x01\x30\x01\x32\x46\n\x05\x43\x65lls\x12=\n\x05\x46\x65tch\x12\x18.kvferry.v1.FetchRequest\x1a\x18.kvferry.v1.FetchedCells0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/transfer.proto\x12\nkvferry.v1\x1a\x13protos/worker.proto\"`\n\x0bShipmentKey\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprefill_epoch\x18\x03 \x01(\x04\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x04 \x01(\x04\"\x86\x05\n\x05\x46rame\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\"\n\x05hello\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.HelloH\x00\x12&\n\x07welcome\x18\x03 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12 \n\x04open\x18\x04 \x01(\x0b\x32\x10.kvferry.v1.OpenH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.kvferry.v1.CreditH\x00\x12\"\n\x05\x63hunk\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.ChunkH\x00\x12)\n\tchunk_ack\x18\x07 \x01(\x0b\x32\x14.kvferry.v1.ChunkAckH\x00\x12+\n\nchunk_nack\x18\x08 \x01(\x0b\x32\x15.kvferry.v1.ChunkNackH\x00\x12\'\n\x08seal_all\x18\t \x01(\x0b\x32\x13.kvferry.v1.SealAllH\x00\x12$\n\x06\x63ommit\x18\n \x01(\x0b\x32\x12.kvferry.v1.CommitH\x00\x12\"\n\x05\x61\x62ort\x18\x0b \x01(\x0b\x32\x11.kvferry.v1.AbortH\x00\x12)\n\tdrain_ack\x18\x0c \x01(\x0b\x32\x14.kvferry.v1.DrainAckH\x00\x12\"\n\x05renew\x18\r \x01(\x0b\x32\x11.kvferry.v1.RenewH\x00\x12 \n\x04meet\x18\x0e \x01(\x0b\x32\x10.kvferry.v1.MeetH\x00\x12-\n\x0b\x63\x65lls_again\x18\x0f \x01(\x0b\x32\x16.kvferry.v1.CellsAgainH\x00\x12,\n\nquarantine\x18\x10 \x01(\x0b\x32\x16.kvferry.v1.QuarantineH\x00\x42\x06\n\x04\x62ody\"\xcc\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x18\n\x10prefill_instance\x18\x03 \x01(\t\x12\x15\n\rprefill_epoch\x18\x04 \x01(\x04\x12\x14\n\x0cprefill_rank\x18\x05 \x01(\r\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x06 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x07 \x01(\x0c\x12\x0c\n\x04wire\x18\x08 \x01(\t\x12\x12\n\nrendezvous\x18\t \x01(\t\"4\n\x07Welcome\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x02 \x01(\r\"6\n\x04Meet\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\"Q\n\x04Open\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\r\n\x05heads\x18\x03 \x03(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"3\n\x06\x43redit\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x14\n\x0cwindow_bytes\x18\x02 \x01(\x04\"\xa3\x01\n\x05\x43hunk\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x06 \x01(\x0c\x12\x0f\n\x07payload\x18\x07 \x01(\x0c\x12\r\n\x05heads\x18\x08 \x03(\r\x12\r\n\x05\x63heck\x18\t \x01(\x06\"P\n\x07\x43\x65llRun\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x03(\r\"-\n\nQuarantine\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07left_ms\x18\x02 \x01(\r\"/\n\nCellsAgain\x12!\n\x04runs\x18\x01 \x03(\x0b\x32\x13.kvferry.v1.CellRun\"\xb3\x01\n\x0c\x46\x65tchRequest\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\r\n\x05names\x18\x02 \x03(\x0c\x12!\n\x04runs\x18\x03 \x03(\x0b\x32\x13.kvferry.v1.CellRun\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x04 \x01(\r\x12&\n\x05lacks\x18\x05 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x0e\n\x06places\x18\x06 \x03(\r\"c\n\x0c\x46\x65tchedCells\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.CellRun\x12\x0f\n\x07missing\x18\x02 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"\x17\n\x08\x43hunkAck\x12\x0b\n\x03seq\x18\x01 \x01(\r\"(\n\tChunkNack\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"O\n\x07SealAll\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x30\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\"\x08\n\x06\x43ommit\"%\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\"\n\n\x08\x44rainAck\"\x07\n\x05Renew2<\n\x08Transfer\x12\x30\n\x04Link\x12\x11.kvferry.v1.Frame\x1a\x11.kvferry.v1.Frame(\x01\x30\x01\x32\x46\n\x05\x43\x65lls\x12=\n\x05\x46\x65tch\x12\x18.kvferry.v1.FetchRequest\x1a\x18.kvferry.v1.FetchedCells0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,43 +35,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHIPMENTKEY']._serialized_start=58
   _globals['_SHIPMENTKEY']._serialized_end=154
   _globals['_FRAME']._serialized_start=157
-  _globals['_FRAME']._serialized_end=757
-  _globals['_HELLO']._serialized_start=760
-  _globals['_HELLO']._serialized_end=964
-  _globals['_WELCOME']._serialized_start=966
-  _globals['_WELCOME']._serialized_end=1018
-  _globals['_MEET']._serialized_start=1020
-  _globals['_MEET']._serialized_end=1074
-  _globals['_OPEN']._serialized_start=1076
-  _globals['_OPEN']._serialized_end=1157
-  _globals['_CREDIT']._serialized_start=1159
-  _globals['_CREDIT']._serialized_end=1210
-  _globals['_CHUNK']._serialized_start=1213
-  _globals['_CHUNK']._serialized_end=1376
-  _globals['_CELLRUN']._serialized_start=1378
-  _globals['_CELLRUN']._serialized_end=1458
-  _globals['_CELLSAGAIN']._serialized_start=1460
-  _globals['_CELLSAGAIN']._serialized_end=1507
-  _globals['_FETCHREQUEST']._serialized_start=1510
-  _globals['_FETCHREQUEST']._serialized_end=1689
-  _globals['_FETCHEDCELLS']._serialized_start=1691
-  _globals['_FETCHEDCELLS']._serialized_end=1790
-  _globals['_CHUNKACK']._serialized_start=1792
-  _globals['_CHUNKACK']._serialized_end=1815
-  _globals['_CHUNKNACK']._serialized_start=1817
-  _globals['_CHUNKNACK']._serialized_end=1857
-  _globals['_SEALALL']._serialized_start=1859
-  _globals['_SEALALL']._serialized_end=1938
-  _globals['_COMMIT']._serialized_start=1940
-  _globals['_COMMIT']._serialized_end=1948
-  _globals['_ABORT']._serialized_start=1950
-  _globals['_ABORT']._serialized_end=1987
-  _globals['_DRAINACK']._serialized_start=1989
-  _globals['_DRAINACK']._serialized_end=1999
-  _globals['_RENEW']._serialized_start=2001
-  _globals['_RENEW']._serialized_end=2008
-  _globals['_TRANSFER']._serialized_start=2010
-  _globals['_TRANSFER']._serialized_end=2070
-  _globals['_CELLS']._serialized_start=2072
-  _globals['_CELLS']._serialized_end=2142
+  _globals['_FRAME']._serialized_end=803
+  _globals['_HELLO']._serialized_start=806
+  _globals['_HELLO']._serialized_end=1010
+  _globals['_WELCOME']._serialized_start=1012
+  _globals['_WELCOME']._serialized_end=1064
+  _globals['_MEET']._serialized_start=1066
+  _globals['_MEET']._serialized_end=1120
+  _globals['_OPEN']._serialized_start=1122
+  _globals['_OPEN']._serialized_end=1203
+  _globals['_CREDIT']._serialized_start=1205
+  _globals['_CREDIT']._serialized_end=1256
+  _globals['_CHUNK']._serialized_start=1259
+  _globals['_CHUNK']._serialized_end=1422
+  _globals['_CELLRUN']._serialized_start=1424
+  _globals['_CELLRUN']._serialized_end=1504
+  _globals['_QUARANTINE']._serialized_start=1506
+  _globals['_QUARANTINE']._serialized_end=1551
+  _globals['_CELLSAGAIN']._serialized_start=1553
+  _globals['_CELLSAGAIN']._serialized_end=1600
+  _globals['_FETCHREQUEST']._serialized_start=1603
+  _globals['_FETCHREQUEST']._serialized_end=1782
+  _globals['_FETCHEDCELLS']._serialized_start=1784
+  _globals['_FETCHEDCELLS']._serialized_end=1883
+  _globals['_CHUNKACK']._serialized_start=1885
+  _globals['_CHUNKACK']._serialized_end=1908
+  _globals['_CHUNKNACK']._serialized_start=1910
+  _globals['_CHUNKNACK']._serialized_end=1950
+  _globals['_SEALALL']._serialized_start=1952
+  _globals['_SEALALL']._serialized_end=2031
+  _globals['_COMMIT']._serialized_start=2033
+  _globals['_COMMIT']._serialized_end=2041
+  _globals['_ABORT']._serialized_start=2043
+  _globals['_ABORT']._serialized_end=2080
+  _globals['_DRAINACK']._serialized_start=2082
+  _globals['_DRAINACK']._serialized_end=2092
+  _globals['_RENEW']._serialized_start=2094
+  _globals['_RENEW']._serialized_end=2101
+  _globals['_TRANSFER']._serialized_start=2103
+  _globals['_TRANSFER']._serialized_end=2163
+  _globals['_CELLS']._serialized_start=2165
+  _globals['_CELLS']._serialized_end=2235
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ class ShipmentKey(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., prefill_epoch: _Optional[int] = ..., decode_epoch: _Optional[int] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("key", "hello", "welcome", "open", "credit", "chunk", "chunk_ack", "chunk_nack", "seal_all", "commit", "abort", "drain_ack", "renew", "meet", "cells_again")
+    __slots__ = ("key", "hello", "welcome", "open", "credit", "chunk", "chunk_ack", "chunk_nack", "seal_all", "commit", "abort", "drain_ack", "renew", "meet", "cells_again", "quarantine")
     KEY_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class Frame(_message.Message):
     RENEW_FIELD_NUMBER: _ClassVar[int]
     MEET_FIELD_NUMBER: _ClassVar[int]
     CELLS_AGAIN_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     key: ShipmentKey
     hello: Hello
     welcome: Welcome
@@ -51,7 +52,8 @@ class Frame(_message.Message):
     renew: Renew
     meet: Meet
     cells_again: CellsAgain
-    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., chunk_ack: _Optional[_Union[ChunkAck, _Mapping]] = ..., chunk_nack: _Optional[_Union[ChunkNack, _Mapping]] = ..., seal_all: _Optional[_Union[SealAll, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain_ack: _Optional[_Union[DrainAck, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., cells_again: _Optional[_Union[CellsAgain, _Mapping]] = ...) -> None: ...
+    quarantine: Quarantine
+    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., chunk_ack: _Optional[_Union[ChunkAck, _Mapping]] = ..., chunk_nack: _Optional[_Union[ChunkNack, _Mapping]] = ..., seal_all: _Optional[_Union[SealAll, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain_ack: _Optional[_Union[DrainAck, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., cells_again: _Optional[_Union[CellsAgain, _Mapping]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "prefill_worker", "prefill_instance", "prefill_epoch", "prefill_rank", "decode_instance", "manifest_digest", "wire", "rendezvous")
@@ -146,6 +148,14 @@ class CellRun(_message.Message):
     num_blocks: int
     heads: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., heads: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Quarantine(_message.Message):
+    __slots__ = ("reason", "left_ms")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    left_ms: int
+    def __init__(self, reason: _Optional[str] = ..., left_ms: _Optional[int] = ...) -> None: ...
 
 class CellsAgain(_message.Message):
     __slots__ = ("runs",)

@@ -22,7 +22,7 @@ class WorkRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., tenant_key: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("work", "transfer_id", "attempt", "expected_instance", "target", "wire", "max_chunk_tokens")
+    __slots__ = ("work", "transfer_id", "attempt", "expected_instance", "target", "wire", "max_chunk_tokens", "other_wires")
     WORK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class PrefillRequest(_message.Message):
     TARGET_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_WIRES_FIELD_NUMBER: _ClassVar[int]
     work: WorkRequest
     transfer_id: bytes
     attempt: int
@@ -37,7 +38,8 @@ class PrefillRequest(_message.Message):
     target: DecodeTarget
     wire: str
     max_chunk_tokens: int
-    def __init__(self, work: _Optional[_Union[WorkRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., expected_instance: _Optional[str] = ..., target: _Optional[_Union[DecodeTarget, _Mapping]] = ..., wire: _Optional[str] = ..., max_chunk_tokens: _Optional[int] = ...) -> None: ...
+    other_wires: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, work: _Optional[_Union[WorkRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., expected_instance: _Optional[str] = ..., target: _Optional[_Union[DecodeTarget, _Mapping]] = ..., wire: _Optional[str] = ..., max_chunk_tokens: _Optional[int] = ..., other_wires: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DecodeTarget(_message.Message):
     __slots__ = ("worker", "instance", "epoch", "rank_addresses", "kv_head_starts", "kv_head_stops", "block_size")
@@ -86,16 +88,14 @@ class FirstTokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[GeneratedToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("computed_tokens", "shipped_blocks", "shipped_bytes", "transfer_ms")
+    __slots__ = ("computed_tokens", "shipped_bytes", "transfer_ms")
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SHIPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SHIPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     computed_tokens: int
-    shipped_blocks: int
     shipped_bytes: int
     transfer_ms: float
-    def __init__(self, computed_tokens: _Optional[int] = ..., shipped_blocks: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, computed_tokens: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("work", "expected_instance", "transfer_id", "attempt", "source", "holders")
@@ -126,7 +126,7 @@ class Holder(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., rank_addresses: _Optional[_Iterable[str]] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillSource(_message.Message):
-    __slots__ = ("worker", "instance", "epoch", "kv_head_starts", "kv_head_stops", "block_size", "rank_addresses")
+    __slots__ = ("worker", "instance", "epoch", "kv_head_starts", "kv_head_stops", "block_size", "rank_addresses", "wires")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class PrefillSource(_message.Message):
     KV_HEAD_STOPS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     RANK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    WIRES_FIELD_NUMBER: _ClassVar[int]
     worker: str
     instance: str
     epoch: int
@@ -141,7 +142,8 @@ class PrefillSource(_message.Message):
     kv_head_stops: _containers.RepeatedScalarFieldContainer[int]
     block_size: int
     rank_addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., rank_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    wires: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., rank_addresses: _Optional[_Iterable[str]] = ..., wires: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("reserved", "adopted", "token", "done", "kept")

@@ -139,6 +139,7 @@ class Fleet:
             )
         for instance, record in records.items():
             if instance in self._workers:
+                self._note_quarantines(self._workers[instance], record)
                 self._workers[instance].renew(record)
             else:
                 self._welcome(record)
@@ -233,6 +234,17 @@ class Fleet:
             self._log.warning("worker.unfit", **known, reason=unfit)
         else:
             self._log.info("worker.found", **known, address=record.address)
+
+    def _note_quarantines(self, decode: Worker, record: WorkerRecord) -> None:
+        """Say what is new in what a decode worker leaves alone, and what is over."""
+        before = {each.subject: each for each in decode.record.load.quarantines}
+        now = {each.subject: each for each in record.load.quarantines}
+        for subject, each in now.items():
+            if subject not in before:
+                known = {"prefill": each.prefill, "wire": each.wire, "reason": each.reason}
+                self._log.warning("worker.quarantine", decode=decode.name, **known)
+        for prefill, _, wire in before.keys() - now.keys():
+            self._log.info("worker.quarantine_over", decode=decode.name, prefill=prefill, wire=wire)
 
     def _dismiss(self, worker: Worker, reason: str) -> None:
         instance = worker.record.instance

@@ -252,7 +252,7 @@ class Handler:
             ),
             prefill=prefill,
             decode=snapshot.decodes[chosen.decode.name],
-            wire=chosen.wire,
+            wires=chosen.wires,
             transfer_id=transfer_id,
             attempt=served.journey.attempts + 1,
             max_chunk_tokens=request.max_chunk_tokens,

@@ -51,7 +51,7 @@ class Journey:
         self.queue_ms = self.compute_ms = 0.0
         self.prefill = work.prefill.name if work.prefill else ""
         self.decode = work.decode.name
-        self.wire = work.wire
+        self.wire = work.wires[0] if work.wires else ""
         self.decode_block_size = work.decode.record.manifest.block_size
         source = work.prefill or work.decode
         self.prefill_block_size = source.record.manifest.block_size

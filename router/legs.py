@@ -63,7 +63,7 @@ class Work:
     request: wpb.WorkRequest
     prefill: Worker | None
     decode: Worker
-    wire: str
+    wires: tuple[str, ...]  # the first is meant; another only where that is in quarantine
     transfer_id: bytes
     attempt: int
     max_chunk_tokens: int = 0
@@ -86,8 +86,9 @@ class Work:
                 kv_head_stops=[stop for _, stop in target.kv_intervals],
                 block_size=target.manifest.block_size,
             ),
-            wire=self.wire,
+            wire=self.wires[0],
             max_chunk_tokens=self.max_chunk_tokens,
+            other_wires=self.wires[1:],
         )
 
     def decode_request(self) -> wpb.DecodeRequest:
@@ -107,6 +108,7 @@ class Work:
                     kv_head_stops=[stop for _, stop in source.kv_intervals],
                     block_size=source.manifest.block_size,
                     rank_addresses=source.rank_addresses,
+                    wires=self.wires,
                 )
             )
         return request

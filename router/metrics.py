@@ -114,6 +114,14 @@ class Metrics:
         for role in Role:
             live.labels(role=role.value).set_function(partial(fleet.num_live, role))
 
+        held = self._gauge(
+            "kvferry_quarantines",
+            "Of a prefill worker's wires, or of the worker, by a decode worker.",
+            "subject",
+        )
+        for subject in ("wire", "worker"):
+            held.labels(subject=subject).set_function(partial(_num_quarantines, fleet, subject))
+
     def watch_line(self, line: Line) -> None:
         waiting = self._gauge("kvferry_line_requests", "Requests waiting at the router.")
         waiting.set_function(lambda: len(line))
@@ -173,3 +181,8 @@ def _usage(fleet: Fleet) -> float:
     loads = [each.record.load for each in fleet.workers if each.record.role is Role.DECODE]
     total = sum(load.total_blocks for load in loads)
     return 1 - sum(load.free_blocks for load in loads) / total if total else 0.0
+
+
+def _num_quarantines(fleet: Fleet, subject: str) -> int:
+    found = (each for worker in fleet.workers for each in worker.record.load.quarantines)
+    return sum(bool(each.wire) == (subject == "wire") for each in found)

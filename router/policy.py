@@ -21,7 +21,7 @@ equal replicas share the prompts. The winner is found without looking at every p
 what all of them would cost is worked out when somebody asks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -209,11 +209,15 @@ class Candidate:
 
     prefill: Replica | None
     decode: Replica
-    wire: str = ""
+    wires: tuple[str, ...] = ()  # in the order in which they are to be tried
     terms: Terms = field(default_factory=Terms)
     refused: str = ""
     barred: bool = False  # refused for no more than the work ahead, which will be done
     late: bool = False  # refused because it would take too long
+
+    @property
+    def wire(self) -> str:
+        return self.wires[0] if self.wires else ""
 
     @property
     def computing(self) -> Replica:
@@ -262,6 +266,7 @@ class Replicas:
     untried: Link = field(default_factory=Link)  # what all other links are taken for
     prompts_per_ms: float = 0.0  # that come, to all of them together
     busy: float = 0.0  # how many prefill replicas they keep computing
+    quarantined_wires: Mapping[tuple[str, str], Collection[str]] = field(default_factory=dict)
 
     def followers(self, role: Sequence[Replica]) -> float:
         """Prompts that will come to one replica of `role` before what it has to do is done.
@@ -416,7 +421,7 @@ class _Search:
     def _pair(self, prefill: Replica, decode: Replica) -> int | None:
         """What only the pair decides; None where it cannot be used."""
         pair = (prefill.name, decode.name)
-        if self._replicas.refused_pairs.get(pair) or _shared_wire(prefill, decode, self._pins)[1]:
+        if self._replicas.refused_pairs.get(pair) or self._wires(prefill, decode)[1]:
             return None
         link = self._replicas.links.get(pair, self._replicas.untried)
         link_ms, distance_ms = _link_ms(self._prompt, prefill, decode, link, self._weights)
@@ -429,7 +434,11 @@ class _Search:
             return Candidate(None, decode, terms=terms)
         link = self._replicas.links.get((prefill.name, decode.name), self._replicas.untried)
         terms = _pair_terms(prompt, prefill, decode, link, self._behind_prefill, weights)
-        return Candidate(prefill, decode, _shared_wire(prefill, decode, self._pins)[0], terms)
+        return Candidate(prefill, decode, self._wires(prefill, decode)[0], terms)
+
+    def _wires(self, prefill: Replica, decode: Replica) -> tuple[tuple[str, ...], str]:
+        held = self._replicas.quarantined_wires.get((prefill.name, decode.name), ())
+        return _wires(prefill, decode, self._pins, held)
 
 
 def _candidates(
@@ -445,7 +454,7 @@ def _candidates(
         yield Candidate(None, decode, terms=terms, refused=alone)
         for prefill in replicas.prefills:
             pair = (prefill.name, decode.name)
-            wire, unwired = _shared_wire(prefill, decode, pins)
+            wires, unwired = _wires(prefill, decode, pins, replicas.quarantined_wires.get(pair, ()))
             refused = (
                 _decode_refusal(prompt, decode, pins)
                 or _prefill_refusal(prompt, prefill, pins)
@@ -454,7 +463,7 @@ def _candidates(
             )
             link = replicas.links.get(pair, replicas.untried)
             terms = _pair_terms(prompt, prefill, decode, link, behind_prefill, weights)
-            yield Candidate(prefill, decode, wire, terms, refused)
+            yield Candidate(prefill, decode, wires, terms, refused)
 
 
 def _admissible(prompt: Prompt, candidate: Candidate, pins: Pins, bar_ms: float) -> Candidate:
@@ -628,15 +637,21 @@ def _too_small(prompt: Prompt, replica: Replica) -> str:
     return f"{replica.name} has {replica.total_blocks} blocks in all, the prompt needs {num_blocks}"
 
 
-def _shared_wire(prefill: Replica, decode: Replica, pins: Pins) -> tuple[str, str]:
-    """The wire this pair would use, or why there is none."""
+def _wires(
+    prefill: Replica, decode: Replica, pins: Pins, quarantined: Collection[str]
+) -> tuple[tuple[str, ...], str]:
+    """The wires this pair may use, or why there is none."""
     shared = shared_wires(prefill, decode)
     if pins.wire:
         shared = [wire for wire in shared if wire == pins.wire]
+    left = tuple(wire for wire in shared if wire not in quarantined)
+    if left:
+        return left, ""
     if shared:
-        return shared[0], ""
+        names = " and ".join(shared)
+        return (), f"{prefill.name} and {decode.name} have {names} in quarantine"
     asked = f"the wire {pins.wire} that the request asks for" if pins.wire else "a wire in common"
-    return "", (
+    return (), (
         f"{prefill.name} ({', '.join(prefill.wires)}) and {decode.name}"
         f" ({', '.join(decode.wires)}) do not have {asked}"
     )

@@ -6,6 +6,8 @@ from itertools import product
 from math import inf
 
 from prefix_index.index import Manifest, Role, WorkerRecord
+from prefix_index.quarantine import wires_left
+from prefix_index.worker_record import shared_wires
 from router import policy
 from router.curves import LinkCurve
 from router.doubts import Party
@@ -114,8 +116,16 @@ def take_snapshot(
 
     def against(pair: tuple[str, str]) -> str | None:
         prefill, decode = prefills[pair[0]], decodes[pair[1]]
-        why = _mismatch(prefill, decode) or refused(_instances(prefill, decode))
+        why = _mismatch(prefill, decode) or _wires_left(prefill, decode)[1]
+        why = why or refused(_instances(prefill, decode))
         return f"{prefill.name} and {decode.name}: {why}" if why else None
+
+    def quarantined(pair: tuple[str, str]) -> list[str] | None:
+        decode = decodes[pair[1]]
+        if not decode.record.load.quarantines:
+            return None
+        left, _ = _wires_left(prefills[pair[0]], decode)
+        return [wire for wire in decode.record.manifest.wires if wire not in left]
 
     def link(pair: tuple[str, str]) -> policy.Link | None:
         known = state.links.get(_instances(prefills[pair[0]], decodes[pair[1]]))
@@ -130,6 +140,7 @@ def take_snapshot(
         prefills=[replica(worker) for worker in prefills.values()],
         decodes=[replica(worker) for worker in decodes.values()],
         refused_pairs=Lazily(pairs, against),
+        quarantined_wires=Lazily(pairs, quarantined),
         links=Lazily(pairs, link),
         untried=policy.Link(state.untried),
         prompts_per_ms=state.pace.prompts_per_ms,
@@ -156,6 +167,13 @@ def _instances(prefill: Worker, decode: Worker) -> tuple[str, str]:
 
 def _mismatch(prefill: Worker, decode: Worker) -> str:
     return prefill.record.manifest.mismatch(decode.record.manifest) or ""
+
+
+def _wires_left(prefill: Worker, decode: Worker) -> tuple[list[str], str]:
+    """Those of the pair's that decode does not have in quarantine, and when none is left, why."""
+    wires = shared_wires(prefill.record.manifest, decode.record.manifest)
+    against = decode.record.load.quarantines
+    return wires_left(against, prefill.name, prefill.record.epoch, wires)
 
 
 def _replica(

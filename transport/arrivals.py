@@ -23,6 +23,7 @@ from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey,
 from transport.plan import sources_of
 from transport.port import Port
 from transport.shipment import Receiving, Shape
+from transport.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Arrivals:
         self.early: dict[ShipmentKey, dict[int, Early]] = {}
         self.awaited: dict[ShipmentKey, Awaited] = {}
         self.memory = Memory(config.max_remembered)
+        self.watch = Watch(identity, clock, config, self.counts)
         self.cuts: set[asyncio.Task[None]] = set()  # of links that seem dead
         self._kv_heads = kv_heads
         self._spec = spec
@@ -199,10 +201,12 @@ class Arrivals:
         del self.live[landing.order.key]
         incoming = landing.incoming
         self.memory.remember(landing.order.key, incoming.failure, incoming.num_whole_blocks)
+        committed = incoming.failure is None
+        self.watch.ended(landing.ports.values(), landing.order.key, committed=committed)
         landing.settled.set()
 
     def lose(self, port: Port, reason: str) -> None:
-        self.counts.links_lost += 1
+        self.counts.links_lost += not port.retired
         rank = port.link.hello.prefill_rank
         for landing in list(self.live.values()):
             if landing.ports.get(rank) is port:

@@ -22,6 +22,14 @@ class TransportConfig:
     lease_s: float = 30.0  # of silence, after which the other end counts as gone
     open_wait_s: float = 5.0  # for the order an early Open belongs to
     send_timeout_s: float = 30.0  # for one frame, before the link counts as stuck
+    # A link that damages more than an accident explains is left alone for a while, and then tried
+    # again with one transfer: see `transport.quarantine`.
+    damage_window_s: float = 300.0  # in which a link's cells are counted, fading
+    max_damage_share: float = 1e-4  # of them, and beyond it, the wire is quarantined; 1: never
+    forgiven_chunks: int = 3  # damaged in that time, that are not held against a link
+    suspect_wires: int = 2  # of one prefill worker in quarantine at once: then it is the worker
+    cool_down_s: float = 60.0  # of the first quarantine; one soon after it lasts twice as long
+    max_cool_down_s: float = 3600.0
     max_remembered: int = 4096  # ended transfers, so that late frames are known for what they are
 
     @property

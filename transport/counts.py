@@ -23,3 +23,6 @@ class TransferCounts:
     links_lost: int = 0
     ends_asked: int = 0  # of shipments whose link went between the last chunk and Commit
     links_refused: int = 0
+    wires_quarantined: int = 0  # of a prefill rank, as too much came damaged over them
+    workers_quarantined: int = 0  # prefill workers, as it came so over several of their wires
+    wires_cleared: int = 0  # by a transfer that came whole after the cool-down

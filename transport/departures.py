@@ -121,7 +121,10 @@ class Departures:
             else:
                 self.counts.completed += 1
                 result.set_result(departure.report(self._clock.now()))
-        ending = asyncio.create_task(self._drain(departure))
+        self._spawn(self._drain(departure))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        ending = asyncio.create_task(work)
         self.endings.add(ending)
         ending.add_done_callback(self.endings.discard)
 
@@ -142,12 +145,19 @@ class Departures:
         if len(self.done_requests) > self._config.max_remembered:
             self.done_requests.popitem(last=False)
         departure.drained.set()
+        for port in departure.ports.values():
+            if port.retired and not self.uses(port):
+                self._spawn(port.hang_up("its wire is in quarantine"))
+
+    def uses(self, port: Port) -> bool:
+        """Whether any shipment goes over the port."""
+        return any(port in departure.ports.values() for departure in self.live.values())
 
     def lose(self, port: Port, reason: str) -> list[Departure]:
         """Fails what still had to be sent. Of those that it returns all was sent, and decode may
         have committed: whoever can dial asks it.
         """
-        self.counts.links_lost += 1
+        self.counts.links_lost += not port.retired
         rank = port.link.welcome.decode_rank
         unknown = []
         for departure in list(self.live.values()):

@@ -3,7 +3,7 @@
 A spec is words: `seed=7 flip=0.01 drop:commit=0.5 refuse@3` flips a bit in one chunk of a hundred,
 loses every other Commit, and refuses the third send. A word is `KIND=RATE`, `KIND:FRAME=RATE`,
 `KIND@NTH` or `KIND:FRAME@NTH`; the first word that hits a frame is what happens to it. NTH counts
-from 1 the frames that the word could hit, on all links together.
+from 1 the frames that the word could hit, on all links together. `wire=tcp` lets the others be.
 
     drop, duplicate, reorder, delay   what becomes of the frame as a whole
     truncate, flip, swap              its payload: cut off; one bit, of a digest, too; two cells
@@ -71,20 +71,27 @@ class Rule:
 class FaultSpec:
     seed: int
     rules: tuple[Rule, ...]
+    wires: tuple[str, ...] = ()  # that are faulty; empty: all
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises ValueError, naming the word."""
-        seed, rules = 0, []
+        seed, rules, wires = 0, [], []
         for word in text.split():
             if word.startswith("seed="):
                 seed = int(word.removeprefix("seed="))
+            elif word.startswith("wire="):
+                wires.append(word.removeprefix("wire="))
             else:
                 rules.append(_rule(word))
-        return cls(seed, tuple(rules))
+        return cls(seed, tuple(rules), tuple(wires))
 
     def __str__(self) -> str:
-        return " ".join([f"seed={self.seed}", *map(str, self.rules)])
+        wires = [f"wire={wire}" for wire in self.wires]
+        return " ".join([f"seed={self.seed}", *wires, *map(str, self.rules)])
+
+    def concerns(self, wire: str) -> bool:
+        return not self.wires or wire in self.wires
 
 
 @dataclass(frozen=True, slots=True)

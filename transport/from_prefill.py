@@ -143,6 +143,7 @@ class PrefillFrames:
         except TransferFailed as failure:
             self._arrivals.fail(landing, failure.code, failure.reason)
             return
+        self._arrivals.watch.opened(port, order.key)
         landing.incoming.pairs[hello.prefill_rank].heard_at = self._clock.now()
         if wanted:
             credit = Credit(
@@ -155,6 +156,8 @@ class PrefillFrames:
     ) -> None:
         if chunk.check != chunk_check(landing.order.key, chunk):
             self.counts.damaged_chunks += 1
+            num_cells = _num_cells(landing, payload)
+            self._arrivals.watch.landed(port, num_cells, num_cells)
             landing.book.refused(port.link.hello.prefill_rank, chunk, Reason.BAD)
             self._ask_again(landing, port, chunk, "a chunk's header is not what was sent")
             return
@@ -199,7 +202,8 @@ class PrefillFrames:
             landing.incoming.dropped(rank, chunk)
             self._arrivals.review(landing)
             return
-        self._note_damage(landing, port, landed)
+        num_cells = chunk.num_blocks * len(landing.incoming.pairs[rank].heads)
+        self._note_damage(landing, port, num_cells, landed)
         landing.book.landed(rank, chunk, landed.bad)
         landing.incoming.landed(rank, chunk, landed.bad)
         self.counts.chunks += 1
@@ -223,12 +227,15 @@ class PrefillFrames:
         def landed(done: asyncio.Future[Landed]) -> None:
             port.room.release()
             if done.exception() is None:
-                self._note_damage(landing, port, done.result())
+                self._note_damage(landing, port, run.num_blocks * len(run.heads), done.result())
                 self._mender.mend(landing)
 
         job.add_done_callback(landed)
 
-    def _note_damage(self, landing: Landing, port: Port, landed: Landed) -> None:
+    def _note_damage(self, landing: Landing, port: Port, num_cells: int, landed: Landed) -> None:
+        if landed.written:
+            num_bad = max(len(landed.bad), bool(landed.damage))
+            self._arrivals.watch.landed(port, num_cells, num_bad)
         if landed.damage:
             self.counts.damaged_chunks += 1
             self.counts.damaged_cells += len(landed.bad)
@@ -257,6 +264,13 @@ class PrefillFrames:
             port.post(Frame(key=landing.order.key.to_proto(), chunk_nack=nack))
             self.counts.resent_chunks += 1
         self._arrivals.review(landing)
+
+
+def _num_cells(landing: Landing, payload: memoryview | None) -> int:
+    """About how many cells a payload holds, of which nothing else is known."""
+    layer = landing.incoming.shape.layers[0]
+    num_bytes = payload.nbytes if payload is not None else 0
+    return max(1, num_bytes // layer.block_bytes(1))
 
 
 def _run_of(chunk: Chunk, heads: Sequence[int]) -> CellRun:

@@ -16,7 +16,7 @@ import grpc.aio
 from protos.transfer_pb2 import Frame, Hello, Welcome
 from transport.grpc_options import channel_options
 from transport.joined import Message, Unsent, join, split
-from transport.link import Ending, Fill, LinkClosed, LinkRefused
+from transport.link import Ending, Fill, LinkClosed, LinkRefused, WireQuarantined
 from transport.threads import Threads
 
 HANGUP_S = 1.0  # for the other end to read what was sent before we hang up
@@ -147,6 +147,9 @@ class GrpcConnector:
             async with asyncio.timeout(self._timeout_s):
                 await link.send(Frame(hello=greeting))
                 answer, _ = await link.recv()
+            if answer.HasField("quarantine"):
+                refusal = answer.quarantine
+                raise WireQuarantined(refusal.reason, refusal.left_ms / 1000)
             if not answer.HasField("welcome"):
                 raise LinkClosed(f"answered with {answer.WhichOneof('body')} instead of a welcome")
         except TimeoutError:

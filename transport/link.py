@@ -32,6 +32,14 @@ class LinkRefused(LinkClosed):
     """The other end answered, and will not work with us."""
 
 
+class WireQuarantined(LinkRefused):
+    """The other end has had too much damage over this wire; worth trying again in `left_s`."""
+
+    def __init__(self, reason: str, left_s: float) -> None:
+        super().__init__(reason)
+        self.left_s = left_s
+
+
 class Link(Protocol):
     @property
     def hello(self) -> Hello: ...

@@ -116,6 +116,7 @@ class Mender:
         fit = port is not None and port.open
         if calls or order.holders:  # else a link that damages is better than none
             fit = fit and pair.num_damaged < config.max_link_damages
+            fit = fit and port is not None and not port.retired
         return Offers(
             link_asks=config.max_link_asks if fit else 0,
             calls=calls,

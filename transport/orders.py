@@ -118,6 +118,7 @@ class ShipmentOrder:
     num_tokens: int  # of the whole prompt
     target: Target
     wire: str
+    other_wires: tuple[str, ...] = ()  # in turn, where those before are in quarantine
 
     @classmethod
     def from_proto(cls, order: rank_pb2.ShipmentOrder) -> "ShipmentOrder":
@@ -127,6 +128,7 @@ class ShipmentOrder:
             order.num_tokens,
             Target.from_proto(order.target),
             order.wire,
+            tuple(order.other_wires),
         )
 
     def to_proto(self) -> rank_pb2.ShipmentOrder:
@@ -136,6 +138,7 @@ class ShipmentOrder:
             num_tokens=self.num_tokens,
             target=self.target.to_proto(),
             wire=self.wire,
+            other_wires=self.other_wires,
         )
 
 

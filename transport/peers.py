@@ -1,15 +1,18 @@
 """The links of one prefill rank: one per decode rank and wire, dialled when first needed.
 
 A link is used by every shipment of its pair and kept while it works. A broken one is dialled again
-by the next shipment; one to an instance that is no longer the wanted one is cut.
+by the next shipment; one to an instance that is no longer the wanted one is cut. One whose wire the
+decode rank has in quarantine ends with the shipments it carries, and the next ones take the first
+of their wires that is not, until it is worth trying again.
 """
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
-from protos.transfer_pb2 import Frame, Hello
-from transport.link import PROTOCOL, Connector, LinkClosed, LinkRefused
+from protos.transfer_pb2 import Frame, Hello, Quarantine
+from transport.clock import Clock
+from transport.link import PROTOCOL, Connector, LinkClosed, LinkRefused, WireQuarantined
 from transport.orders import Code, Identity, ShipmentOrder, TransferFailed
 from transport.port import Port
 
@@ -28,6 +31,8 @@ class Peers:
         send_timeout_s: float,
         handle: Handle,
         lose: Lose,
+        in_use: Callable[[Port], bool],
+        clock: Clock,
     ) -> None:
         self._identity = identity
         self._connectors = connectors
@@ -35,18 +40,32 @@ class Peers:
         self._send_timeout_s = send_timeout_s
         self._handle = handle
         self._lose = lose
+        self._in_use = in_use
+        self._clock = clock
+        self._left_alone: dict[tuple[Address, str], tuple[float, str]] = {}  # see `_note`
         self._ports: dict[Address, Port] = {}
         self._readers: set[asyncio.Task[None]] = set()
         self._dialling: defaultdict[Address, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def port_to(self, order: ShipmentOrder, rank: int) -> Port:
-        """The open link to one rank of the order's target. Raises TransferFailed, naming it."""
+        """The open link to one rank of the order's target, over the first of the order's wires that
+        is not in quarantine. Raises TransferFailed, naming the rank.
+        """
+        refusal = ""
+        for wire in (order.wire, *order.other_wires):
+            try:
+                return await self._port_over(wire, order, rank)
+            except WireQuarantined as quarantined:
+                refusal = str(quarantined)
+        raise TransferFailed(Code.UNAVAILABLE, refusal)
+
+    async def _port_over(self, wire: str, order: ShipmentOrder, rank: int) -> Port:
         target = order.target
-        address = (order.wire, target.rank_addresses[rank])
+        address = (wire, target.rank_addresses[rank])
         where = f"{target.worker} rank {rank} at {address[1]}"
-        if order.wire not in self._connectors:
+        if wire not in self._connectors:
             ours = ", ".join(sorted(self._connectors))
-            reason = f"no wire {order.wire!r} to {where}: this prefill worker has {ours}"
+            reason = f"no wire {wire!r} to {where}: this prefill worker has {ours}"
             raise TransferFailed(Code.FAILED_PRECONDITION, reason)
         try:
             async with self._dialling[address]:
@@ -57,6 +76,9 @@ class Peers:
                     or port.link.hello.decode_instance != target.instance
                 ):
                     port = await self._dial(address, order)
+        except WireQuarantined as quarantined:
+            self._note(address, target.instance, quarantined.left_s, str(quarantined))
+            raise
         except LinkRefused as refused:
             raise TransferFailed(Code.FAILED_PRECONDITION, str(refused)) from refused
         except LinkClosed as closed:
@@ -75,6 +97,9 @@ class Peers:
     async def _dial(self, address: Address, order: ShipmentOrder) -> Port:
         wire, host_port = address
         me, target = self._identity, order.target
+        until, why = self._left_alone.get((address, target.instance), (0.0, ""))
+        if (left_s := until - self._clock.now()) > 0:
+            raise WireQuarantined(why, left_s)
         old = self._ports.get(address)
         if old is not None and old.open:
             if old.link.welcome.decode_epoch > target.epoch:
@@ -99,7 +124,10 @@ class Peers:
 
     async def _read(self, address: Address, port: Port) -> None:
         async def handle(frame: Frame, payload: memoryview | None) -> None:
-            await self._handle(port, frame)
+            if frame.HasField("quarantine"):
+                self._retire(address, port, frame.quarantine)
+            else:
+                await self._handle(port, frame)
 
         reason = "reading stopped"
         try:
@@ -109,3 +137,21 @@ class Peers:
                 del self._ports[address]
             self._lose(port, reason)
             await port.link.close(reason)
+
+    def _retire(self, address: Address, port: Port, quarantine: Quarantine) -> None:
+        """No shipment begins over the port any more; with the last that it carries it is closed."""
+        instance = port.link.hello.decode_instance
+        self._note(address, instance, quarantine.left_ms / 1000, quarantine.reason)
+        if self._ports.get(address) is port:
+            del self._ports[address]
+        port.retired = True
+        if not self._in_use(port):
+            closing = asyncio.create_task(port.hang_up(quarantine.reason))
+            self._readers.add(closing)
+            closing.add_done_callback(self._readers.discard)
+
+    def _note(self, address: Address, instance: str, left_s: float, why: str) -> None:
+        """Until then a call to this life over this wire would be refused, and why."""
+        now = self._clock.now()
+        running = {key: each for key, each in self._left_alone.items() if each[0] > now}
+        self._left_alone = {**running, (address, instance): (now + left_s, why)}

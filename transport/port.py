@@ -21,6 +21,7 @@ class Port:
     def __init__(self, link: Link, send_timeout_s: float, max_staged_chunks: int = 1) -> None:
         self.link = link
         self.open = True
+        self.retired = False  # in quarantine: no shipment begins over it any more
         self.room = asyncio.Semaphore(max_staged_chunks)  # for payloads not yet scattered
         self._loader = link if isinstance(link, Loader) else None
         self._send_timeout_s = send_timeout_s

@@ -55,6 +55,7 @@ class Receiver:
         puller = puller or GrpcPuller(config.call_timeout_s)
         self._mender = Mender(self._arrivals, lander, puller, clock, config)
         self._frames = PrefillFrames(self._arrivals, lander, self._mender, clock, config)
+        self.watch = self._arrivals.watch
         self._clock = clock
         self._ports: dict[Port, asyncio.Event] = {}
         self._reaper: asyncio.Task[None] | None = None
@@ -131,6 +132,7 @@ class Receiver:
         elif newer := self._newer_life(hello):
             refusal = f"is epoch {hello.prefill_epoch}, but epoch {newer} is connected already"
         else:
+            self.watch.greet(hello)
             return Welcome(decode_epoch=me.epoch, decode_rank=me.rank)
         self.counts.links_refused += 1
         raise LinkRefused(f"{me.worker} rank {me.rank} refuses {name_of(hello)}: it {refusal}")
@@ -142,11 +144,13 @@ class Receiver:
             if _same_rank(other.link.hello, link.hello):
                 await other.link.close(f"{name_of(link.hello)} called again")
         gone = self._ports[port] = asyncio.Event()
+        self.watch.ports.add(port)
         reason = "its stream was cancelled"
         try:
             reason = await port.run(partial(self._frames.handle, port))
         finally:
             del self._ports[port]
+            self.watch.ports.discard(port)
             self._arrivals.lose(port, f"the link to {name_of(link.hello)} is lost: {reason}")
             gone.set()
 
@@ -187,7 +191,8 @@ class Receiver:
 
 
 def _same_rank(old: Hello, new: Hello) -> bool:
-    """Whether `new` comes from the same rank as `old`, or from a later life of its worker."""
+    """Whether `new` comes from the same rank as `old`, over the same wire, or from a later life."""
     if old.prefill_worker != new.prefill_worker or old.prefill_epoch > new.prefill_epoch:
         return False
-    return old.prefill_epoch < new.prefill_epoch or old.prefill_rank == new.prefill_rank
+    same = (old.prefill_rank, old.wire) == (new.prefill_rank, new.wire)
+    return old.prefill_epoch < new.prefill_epoch or same

@@ -7,10 +7,10 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 
-from protos.transfer_pb2 import Frame, Hello
+from protos.transfer_pb2 import Frame, Hello, Quarantine
 from transport.grpc_wire import LINK, GrpcLink
 from transport.joined import Message, join, split
-from transport.link import Acceptor, LinkClosed, LinkRefused, Listener
+from transport.link import Acceptor, LinkClosed, LinkRefused, Listener, WireQuarantined
 
 Context = grpc.aio.ServicerContext[Message, Message | bytes]
 
@@ -65,7 +65,13 @@ class TransferServicer:
         if frame.hello.wire not in wires:
             ours = ", ".join(sorted(wires))
             raise LinkRefused(f"no wire {frame.hello.wire!r} here; there are {ours}")
-        control.welcome = self._receiver.answer(frame.hello)
+        try:
+            control.welcome = self._receiver.answer(frame.hello)
+        except WireQuarantined as quarantined:
+            left_ms = round(quarantined.left_s * 1000)
+            refusal = Quarantine(reason=str(quarantined), left_ms=left_ms)
+            await control.send(Frame(quarantine=refusal))
+            raise
         await control.send(Frame(welcome=control.welcome))
 
 

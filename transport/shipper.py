@@ -69,6 +69,8 @@ class Shipper:
             config.send_timeout_s,
             DecodeFrames(self._departures, clock).handle,
             self._lose,
+            self._departures.uses,
+            clock,
         )
         self._pumps = Pumps(self._departures, self._peers, store, self._copiers, clock)
         self._inbox = Inbox(self._read_note)

@@ -9,7 +9,9 @@ import grpc
 from engine.engine import Engine
 from protos import rank_pb2, worker_pb2, worker_pb2_grpc
 from transport.orders import Identity
+from transport.watch import Watch
 from worker.ledgers import ReadLedgers
+from worker.quarantines import reports_of
 from worker.refusal import Context
 
 RankReports = Callable[[], Awaitable[Sequence[rank_pb2.RankReport]]]
@@ -95,11 +97,12 @@ class AdminServicer(worker_pb2_grpc.WorkerAdminServicer):
             yield part
 
 
-def rank_report(open_transfers: int) -> rank_pb2.RankReport:
+def rank_report(open_transfers: int, watch: Watch | None = None) -> rank_pb2.RankReport:
     """What this process, one rank, has open right now."""
     return rank_pb2.RankReport(
         pid=os.getpid(),
         open_transfers=open_transfers,
         asyncio_tasks=len(asyncio.all_tasks()),
         open_files=len(os.listdir("/proc/self/fd")),
+        quarantines=reports_of(watch.standing()) if watch is not None else (),
     )

@@ -75,7 +75,7 @@ class _LifeServicer(rank_pb2_grpc.RankLifeServicer):
     async def Report(
         self, request: rank_pb2.RankReportRequest, context: Context
     ) -> rank_pb2.RankReport:
-        return rank_report(self._side.open_transfers)
+        return rank_report(self._side.open_transfers, self._side.watch)
 
     async def ReadLedger(
         self, request: worker_pb2.LedgerRequest, context: Context

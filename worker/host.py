@@ -40,6 +40,7 @@ from worker.doors import GrpcDoor
 from worker.ledgers import open_ledger, reading
 from worker.metrics import worker_registry
 from worker.named_blocks import BlockNamesServicer, NamedBlocks
+from worker.quarantines import GroupQuarantines
 from worker.rank_parts import RankParts, check_device, manifest_of
 from worker.ranks import WorkerRanks
 from worker.role import Front, RankContext, RankSide, RoleSpec
@@ -80,6 +81,7 @@ class _Life:
     announcer: Announcer
     doors: Doors
     others: Sequence[grpc.aio.Channel]
+    quarantines: GroupQuarantines
     over: "asyncio.Future[str]"
 
     async def serve(self) -> None:
@@ -120,10 +122,12 @@ class _Life:
             await self.clock.sleep(REPORT_EVERY_S)
             for rank, stub in enumerate(stubs, start=1):
                 try:
-                    await stub.Report(rank_pb2.RankReportRequest(), timeout=REPORT_TIMEOUT_S)
+                    asked = rank_pb2.RankReportRequest()
+                    report = await stub.Report(asked, timeout=REPORT_TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
                     self.engine.lose(f"rank {rank} does not answer: {error.code().name}")
                     return
+                self.quarantines.hear(rank, report.quarantines)
 
     def summary(self) -> str:
         heads = " ".join(f"[{start}..{stop})" for start, stop in self.record.kv_intervals)
@@ -165,6 +169,7 @@ async def _open(
     ranks.engine = engine
     stack.push_async_callback(asyncio.to_thread, engine.stop)
     cleanups, doors = Cleanups(), Doors()
+    quarantines = GroupQuarantines(side.watch.standing if side.watch else tuple, clock)
     stack.push_async_callback(cleanups.drain)
     others = _channels(ranks, stack)
     intake = WorkIntake(
@@ -175,7 +180,8 @@ async def _open(
 
     door = GrpcDoor(settings.host, settings.port, (spec.service,))
     side.serve_ranks(door.server)
-    side.serve_router(door.server, Front(engine, intake, others, doors, cleanups))
+    front = Front(engine, intake, others, doors, cleanups, quarantines)
+    side.serve_router(door.server, front)
     reports = _reports(side, others)
     admin = AdminServicer(
         identity, spec.role.value, engine, doors, reports, reading(ledger, others)
@@ -194,7 +200,7 @@ async def _open(
         settings.system_port,
         live=lambda: Probe(not over.done(), over.result() if over.done() else ""),
         ready=lambda: Probe(doors.open, "draining"),
-        registry=worker_registry(engine, side.counts, settings.name, manifest.model),
+        registry=worker_registry(engine, side.counts, settings.name, manifest.model, side.watch),
     )
     await system.start()
     stack.push_async_callback(system.stop)
@@ -208,18 +214,20 @@ async def _open(
         rank_addresses=(door.address, *ranks.addresses),
         kv_intervals=tuple((heads.start, heads.stop) for heads in parts.head_map.kv),
         manifest=manifest,
-        load=_load(engine, doors),
+        load=_load(front),
     )
     announcer = Announcer(
         index,
         record,
-        source=lambda: (_load(engine, doors), index_events(engine.drain_events())),
+        source=lambda: (_load(front), index_events(engine.drain_events())),
         resident=lambda: index_events(engine.resident_blocks()),
         clock=clock,
         heartbeat_s=settings.heartbeat_s,
         lease_s=settings.lease_s,
     )
-    return _Life(settings, clock, engine, ranks, record, announcer, doors, others, over)
+    return _Life(
+        settings, clock, engine, ranks, record, announcer, doors, others, quarantines, over
+    )
 
 
 def _engine(
@@ -295,8 +303,8 @@ def _reports(side: RankSide, others: Sequence[grpc.aio.Channel]) -> RankReports:
     return reports
 
 
-def _load(engine: Engine, doors: Doors) -> Load:
-    load = engine.load()
+def _load(front: Front) -> Load:
+    load = front.engine.load()
     return Load(
         running=load.running,
         waiting=load.waiting,
@@ -308,5 +316,6 @@ def _load(engine: Engine, doors: Doors) -> Load:
         step_sequences=load.step_sequences,
         step_context_tokens=load.step_context_tokens,
         context_tokens=load.context_tokens,
-        draining=not doors.open,
+        draining=not front.doors.open,
+        quarantines=front.quarantines.standing(),
     )

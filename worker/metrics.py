@@ -9,20 +9,29 @@ from prometheus_client.registry import Collector
 
 from engine.engine import Engine
 from transport.counts import TransferCounts
+from transport.quarantine import Standing
+from transport.watch import Watch
 
 LABELS = ("model_name", "engine")
+STANDINGS = (Standing.SOUND, Standing.ON_TRIAL, Standing.QUARANTINED)
 
 
 def worker_registry(
-    engine: Engine, transfers: TransferCounts, worker: str, model: str
+    engine: Engine,
+    transfers: TransferCounts,
+    worker: str,
+    model: str,
+    watch: Watch | None = None,
 ) -> CollectorRegistry:
     """A registry of its own: two workers in one process do not mix.
 
-    `transfers` are rank 0's: what other ranks carry is not in it.
+    `transfers` and `watch` are rank 0's: what other ranks carry is not in it.
     """
     registry = CollectorRegistry()
     registry.register(_EngineCollector(engine, (model, worker)))
     registry.register(_TransferCollector(transfers, (model, worker)))
+    if watch is not None:
+        registry.register(_LinkCollector(watch, (model, worker)))
     return registry
 
 
@@ -99,6 +108,37 @@ class _TransferCollector(Collector):
             value = getattr(self._counts, field.name)
             name = f"kvferry_transfer_{field.name}"
             yield _counter(name, f"KV transfers of rank 0: {words}", value, self._labels)
+
+
+class _LinkCollector(Collector):
+    """What rank 0 holds against each link of each prefill worker."""
+
+    def __init__(self, watch: Watch, labels: tuple[str, str]) -> None:
+        self._watch = watch
+        self._labels = labels
+
+    def collect(self) -> Iterable[Metric]:
+        labels = (*LABELS, "prefill", "prefill_rank", "wire")
+        standing = GaugeMetricFamily(
+            "kvferry_link_standing", "0 sound, 1 on trial, 2 in quarantine", labels=labels
+        )
+        share = GaugeMetricFamily(
+            "kvferry_link_damage_share", "Of a link's late cells that were damaged", labels=labels
+        )
+        for name, link in self._watch.links():
+            values = (*self._labels, name.worker, str(name.rank), name.wire)
+            standing.add_metric(values, STANDINGS.index(link.standing))
+            share.add_metric(values, link.rate.share)
+        yield standing
+        yield share
+        workers = GaugeMetricFamily(
+            "kvferry_prefill_quarantined",
+            "1 while no wire of a prefill worker is used",
+            labels=(*LABELS, "prefill"),
+        )
+        for worker, left_s in self._watch.workers().items():
+            workers.add_metric((*self._labels, worker), left_s > 0)
+        yield workers
 
 
 def _counter(name: str, text: str, value: float, labels: tuple[str, str]) -> Metric:

@@ -15,8 +15,10 @@ from transport.cells_servicer import PinsBlocks
 from transport.counts import TransferCounts
 from transport.link import Connector
 from transport.orders import Identity
+from transport.watch import Watch
 from worker.admin import Doors
 from worker.cleanups import Cleanups
+from worker.quarantines import GroupQuarantines
 from worker.rank_parts import RankParts
 from worker.settings import WorkerSettings
 from worker.work import WorkIntake
@@ -45,6 +47,7 @@ class Front:
     others: Sequence[grpc.aio.Channel]
     doors: Doors
     cleanups: Cleanups
+    quarantines: GroupQuarantines
 
 
 class RankSide(Protocol):
@@ -60,6 +63,10 @@ class RankSide(Protocol):
     @property
     def counts(self) -> TransferCounts:
         """Of this rank's transport."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """What this rank holds against others for the damage that came from them, if it does."""
 
     def serve_ranks(self, server: grpc.aio.Server) -> None:
         """Add what rank 0 and other workers' ranks call."""

@@ -56,6 +56,10 @@ class WorkerSettings(BaseModel):
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 1.0
     lease_s: Annotated[float, Field(gt=0, le=300)] = 5.0
     transfer_lease_s: Annotated[float, Field(gt=0, le=600)] = 30.0
+    # For a link to be made; a lost packet is sent again after 1 s, and after 3 s. (The group of a
+    # gloo or nccl pair has 10 s, as has each of its messages.)
+    connect_timeout_s: Annotated[float, Field(gt=0, le=600)] = 5.0
+    max_call_bytes: Count = 64 << 20  # of cells that one call may ask for, to repair others
     rank_timeout_s: Annotated[float, Field(gt=0, le=600)] = 60.0  # a rank that has not started
     drain_s: Annotated[float, Field(ge=0, le=600)] = 10.0  # what runs may finish at SIGTERM
     test_faults: str = ""  # for tests alone: what a prefill worker's wires do wrong

@@ -19,37 +19,42 @@ log = structlog.get_logger()
 
 def connectors(settings: WorkerSettings) -> Mapping[str, Connector]:
     """How a prefill rank reaches decode ranks."""
-    made: dict[str, Connector] = {wire: _connector(wire, settings.host) for wire in settings.wires}
+    made = {wire: _connector(wire, settings) for wire in settings.wires}
     if not settings.test_faults:
         return made
     log.warning("wires_are_faulty_on_purpose", worker=settings.name, faults=settings.test_faults)
     faults = Faults.of(settings.test_faults)
-    return {wire: FaultWire(inner, faults, MonotonicClock()) for wire, inner in made.items()}
+    return {
+        wire: FaultWire(inner, faults, MonotonicClock()) if faults.spec.concerns(wire) else inner
+        for wire, inner in made.items()
+    }
 
 
 def acceptors(settings: WorkerSettings) -> Mapping[str, Acceptor]:
     """How a decode rank takes in payloads that do not ride the control stream."""
-    return {wire: _acceptor(wire, settings.host) for wire in settings.wires if wire != "grpc"}
+    return {wire: _acceptor(wire, settings) for wire in settings.wires if wire != "grpc"}
 
 
-def _connector(wire: str, host: str) -> Connector:
-    control = GrpcConnector(wire=wire)
+def _connector(wire: str, settings: WorkerSettings) -> Connector:
+    timeout_s = settings.connect_timeout_s
+    control = GrpcConnector(wire=wire, timeout_s=timeout_s)
     match wire:
         case "grpc":
             return control
         case "tcp":
-            return TcpConnector(control)
+            return TcpConnector(control, timeout_s)
         case "shm":
-            return ShmConnector(control)
+            return ShmConnector(control, timeout_s)
         case _:
-            return DistConnector(control, wire, host)
+            return DistConnector(control, wire, settings.host)
 
 
-def _acceptor(wire: str, host: str) -> Acceptor:
+def _acceptor(wire: str, settings: WorkerSettings) -> Acceptor:
+    timeout_s = settings.connect_timeout_s
     match wire:
         case "tcp":
-            return TcpAcceptor(host)
+            return TcpAcceptor(settings.host, timeout_s)
         case "shm":
-            return ShmAcceptor()
+            return ShmAcceptor(timeout_s)
         case _:
-            return DistAcceptor(host)
+            return DistAcceptor(settings.host)

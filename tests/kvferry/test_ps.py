@@ -1,10 +1,12 @@
 import io
 from dataclasses import replace
+from datetime import datetime
 
 from rich.console import Console
 
-from kvferry.ps import unusable_pairs, worker_table
+from kvferry.ps import quarantines, unusable_pairs, worker_table
 from prefix_index.index import Load, Manifest, Role, WorkerRecord
+from prefix_index.quarantine import Quarantine
 from protos.worker_pb2 import InspectResponse, PoolBooks
 
 MANIFEST = Manifest(
@@ -80,3 +82,22 @@ def test_the_table_shows_each_workers_own_books_or_that_it_does_not_answer() -> 
     assert "of 16 tokens, head-major" in shown
     assert "draining" in shown
     assert "no answer (UNAVAILABLE: gone)" in shown
+
+
+def test_a_quarantine_is_told_with_pair_wire_time_and_reason() -> None:
+    reason = "9 of the last 4,000 cells came damaged over gloo"
+    held = Quarantine("prefill-0", 7, "gloo", 61.2, 58.8, reason)
+    odd = Quarantine("prefill-1", 7, "", 5.0, 55.0, "cells came damaged over grpc and gloo")
+    dead = replace(held, epoch=6)
+    load = replace(LOAD, quarantines=(held, odd, dead))
+    decode = worker("decode-0", Role.DECODE).with_load(load)
+    workers = [worker("prefill-0", Role.PREFILL), worker("prefill-1", Role.PREFILL), decode]
+    assert quarantines(workers, datetime(2026, 1, 2, 10, 30)) == [
+        "prefill-0 (epoch 7) to decode-0: the wire gloo is in quarantine since 10:28:58, "
+        f"for 59 s more: {reason}",
+        "prefill-1 (epoch 7) to decode-0: every wire is in quarantine since 10:29:55, "
+        "for 55 s more: cells came damaged over grpc and gloo",
+    ]
+    assert unusable_pairs(workers) == [
+        "prefill-1 cannot serve decode-0: too much of what it sends comes damaged"
+    ]

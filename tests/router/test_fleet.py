@@ -12,6 +12,7 @@ from engine.clock import ManualClock
 from kvcache.block_hash import PUBLIC, BlockHash, Namespace, name_blocks
 from prefix_index.index import Load, Manifest, Role, WorkerRecord
 from prefix_index.prefix_table import Run
+from prefix_index.quarantine import Quarantine
 from router.doubts import Doubts
 from router.fleet import Fleet
 from router.journal import journal
@@ -454,3 +455,49 @@ def test_what_a_worker_holds_in_host_memory_is_told_apart() -> None:
     bench.mirror.held, bench.mirror.in_host = {"prefill-0": 3}, {"prefill-0": 2}
     replica = bench.snapshot().replicas.prefills[0]
     assert (replica.matched_blocks, replica.host_blocks) == (3, 2)
+
+
+def chosen_pairs(snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
+    """The wires of each pair that may be used, by its prefill worker."""
+    decision = choose(snapshot.prompt, snapshot.replicas)
+    usable = [each for each in decision.candidates if each.prefill and not each.refused]
+    return {each.prefill.name: each.wires for each in usable if each.prefill}
+
+
+def test_a_wire_that_decode_has_in_quarantine_is_not_used_by_that_pair(bench: Bench) -> None:
+    held = Quarantine("prefill-0", 1, "grpc", 1.0, 59.0, "9 of the last 90 cells came damaged")
+    load = replace(IDLE, quarantines=(held,))
+    bench.show(record("prefill-0"), record("prefill-1"), record("decode-0", load=load))
+    both = ("grpc", "gloo")
+    assert chosen_pairs(bench.snapshot()) == {"prefill-0": ("gloo",), "prefill-1": both}
+    bench.show(record("prefill-0", epoch=2), record("prefill-1"), record("decode-0", load=load))
+    assert chosen_pairs(bench.snapshot()) == {"prefill-0": both, "prefill-1": both}
+
+
+@pytest.mark.parametrize("wires", [("",), ("grpc", "gloo")])
+def test_a_worker_in_quarantine_is_left_to_the_decode_workers_that_have_nothing_against_it(
+    bench: Bench, wires: tuple[str, ...]
+) -> None:
+    held = [Quarantine("prefill-0", 1, wire, 1.0, 59.0, "9 of 90 came damaged") for wire in wires]
+    load = replace(IDLE, quarantines=tuple(held))
+    bench.show(record("prefill-0"), record("prefill-1"), record("decode-0", load=load))
+    for trusting in (False, True):
+        snapshot = bench.snapshot(trusting=trusting)
+        assert list(chosen_pairs(snapshot)) == ["prefill-1"]
+        why = snapshot.replicas.refused_pairs["prefill-0", "decode-0"]
+        assert "is in quarantine (since 1 s, for 59 s more): 9 of 90 came damaged" in why
+    bench.show(*bench.mirror.records, record("decode-1"))
+    pairs = bench.snapshot().replicas.refused_pairs
+    assert list(pairs) == [("prefill-0", "decode-0")]
+
+
+def test_what_decode_leaves_alone_is_logged_once_and_when_it_is_over(bench: Bench) -> None:
+    held = Quarantine("prefill-0", 1, "grpc", 1.0, 59.0, "9 of the last 90 cells came damaged")
+    bench.show(record("decode-0"))
+    for for_s in (1.0, 2.0):
+        quarantines = (replace(held, for_s=for_s),)
+        bench.show(record("decode-0", load=replace(IDLE, quarantines=quarantines)))
+    assert bench.lines.getvalue().count("worker.quarantine") == 1
+    assert "9 of the last 90 cells came damaged" in bench.lines.getvalue()
+    bench.show(record("decode-0"))
+    assert bench.lines.getvalue().count("worker.quarantine_over") == 1

@@ -37,6 +37,7 @@ from transport.orders import Identity
 from worker.admin import Doors
 from worker.cleanups import Cleanups
 from worker.ledgers import open_ledger
+from worker.quarantines import GroupQuarantines
 from worker.rank_parts import RankParts, build_rank, manifest_of
 from worker.role import Front, RankContext
 from worker.settings import WorkerSettings
@@ -124,7 +125,8 @@ async def calls_answered(prefill: PrefillWorker) -> AsyncIterator[None]:
 async def decode_worker(
     source: ModelSource, wire: LoopbackWire, tp: int = 1, **changes: object
 ) -> AsyncIterator[DecodeWorker]:
-    settings = DecodeSettings.model_validate({"name": f"d{next(_serial)}", "tp": tp} | changes)
+    usual = {"name": f"d{next(_serial)}", "tp": tp, "max_damage_share": 1.0}  # no quarantine
+    settings = DecodeSettings.model_validate(usual | changes)
     async with _ranks(source, settings) as (parts, comms, stack):
         identity = Identity(settings.name, f"i{next(_serial)}", 1, 0)
         sides, addresses, ledgers = [], [], list[Ledger]()
@@ -334,4 +336,6 @@ def _front(source: ModelSource, settings: WorkerSettings, worker: Worker) -> Fro
         settings.block_size,
         worker.engine.new_key,
     )
-    return Front(worker.engine, intake, [], Doors(), worker.cleanups)
+    watch = worker.sides[0].watch
+    quarantines = GroupQuarantines(watch.standing if watch else tuple, MonotonicClock())
+    return Front(worker.engine, intake, [], Doors(), worker.cleanups, quarantines)

@@ -30,7 +30,7 @@ async def test_requests_over_faulty_wires_are_answered_right_or_not_at_all(tmp_p
             "p0": shared | {"tp": 2, "wires": ("shm",), "test_faults": FAULTS.format(seed=1)},
             "p1": shared | {"wires": ("tcp",), "test_faults": FAULTS.format(seed=2)},
         },
-        decode={"d0": shared | {"tp": 2}},
+        decode={"d0": shared | {"tp": 2, "max_damage_share": 1.0}},  # no quarantine
     ) as cluster:
 
         async def ask(number: int) -> bool:

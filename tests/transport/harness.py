@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +44,8 @@ from transport.tcp_wire import TcpAcceptor, TcpConnector
 WIRES = ["loopback", "grpc", "tcp", "shm", "gloo"]
 MANIFEST = b"manifest"
 SPEC = CacheSpec.full(num_layers=3, num_kv_heads=3, head_dim=4, block_size=4, dtype="int64")
-QUICK = TransportConfig(chunk_bytes=1000)  # two or three blocks of SPEC's heads a chunk
+# Two or three blocks of SPEC's heads a chunk; no damage is too much.
+QUICK = TransportConfig(chunk_bytes=1000, max_damage_share=1.0)
 
 
 class Network:
@@ -58,13 +59,17 @@ class Network:
         self._num_listeners = 0
 
     def connector(self) -> Connector:
-        if self.wire == "loopback":
+        return self.connector_of(self.wire)
+
+    def connector_of(self, wire: str) -> Connector:
+        """Of any wire that crosses a process; of the loopback one only where it is this one's."""
+        if wire == "loopback":
             return self.loopback
-        if self.wire == "grpc":
+        if wire == "grpc":
             return GrpcConnector(timeout_s=5)
-        if self.wire == "tcp":
+        if wire == "tcp":
             return TcpConnector(GrpcConnector(timeout_s=5), timeout_s=5)
-        if self.wire == "shm":
+        if wire == "shm":
             return ShmConnector(GrpcConnector(timeout_s=5), timeout_s=5)
         connector = DistConnector(GrpcConnector(timeout_s=5), timeout_s=5)
         self._stack.callback(connector.close)
@@ -181,6 +186,7 @@ class Cluster:
     prefill: Side
     decode: Side
     decode_block_size: int
+    other_wires: tuple[str, ...] = ()
     num_transfers: int = 0
 
     def key(self) -> ShipmentKey:
@@ -194,7 +200,8 @@ class Cluster:
 
     def ship_orders(self, key: ShipmentKey, num_tokens: int) -> ShipmentOrder:
         request_key = int.from_bytes(key.transfer_id, "big")
-        return ShipmentOrder(key, request_key, num_tokens, self.target(), self.wire)
+        target, others = self.target(), self.other_wires
+        return ShipmentOrder(key, request_key, num_tokens, target, self.wire, others)
 
     def receipt_order(
         self,
@@ -327,6 +334,7 @@ async def cluster(
     config: TransportConfig = QUICK,
     clock: Clock | None = None,
     wrap: Callable[[Connector], Connector] = lambda connector: connector,
+    others: Mapping[str, Connector] | None = None,
     sink: Callable[[KvStore], KvStore] = lambda store: store,
 ) -> AsyncIterator[Cluster]:
     clock = clock or MonotonicClock()
@@ -343,7 +351,8 @@ async def cluster(
         )
     )
     prefill, decode = Side(prefill_map, sources), Side(decode_map, targets)
-    made = Cluster(spec, net.wire, prefill, decode, sizes[1])
+    others = others or {}
+    made = Cluster(spec, net.wire, prefill, decode, sizes[1], tuple(others))
     async with AsyncExitStack() as stack:
         for rank, (interval, store) in enumerate(zip(decode_map, targets, strict=True)):
             identity = Identity("decode-0", "d1", 1, rank)
@@ -351,7 +360,7 @@ async def cluster(
             made.decode.receivers.append(await stack.enter_async_context(receiver))
             made.decode.addresses.append(await net.listen(receiver))
         for rank, store in enumerate(sources):
-            connectors = {net.wire: wrap(net.connector())}
+            connectors = {net.wire: wrap(net.connector()), **others}
             shipper = Shipper(
                 Identity("prefill-0", "p1", 1, rank),
                 prefill_map,

@@ -1,0 +1,108 @@
+"""Watches what comes damaged over the links of one decode rank, and ends those that go too far.
+
+`quarantine` decides; here is what follows. The prefill end is told that no shipment may begin over
+the link any more, and hangs up when the last that it carries has ended; until then its cells are
+verified like all others, and the damaged ones fetched by a call. Whoever calls again over the wire
+before its time is told the same in place of a welcome, and takes the next wire.
+"""
+
+from collections.abc import Iterable
+
+import structlog
+
+from protos.transfer_pb2 import Frame, Hello, Quarantine
+from transport.clock import Clock
+from transport.config import TransportConfig
+from transport.counts import TransferCounts
+from transport.link import WireQuarantined
+from transport.orders import Identity, ShipmentKey
+from transport.port import Port
+from transport.quarantine import LinkName, LinkRecord, Quarantined, Quarantines
+
+log = structlog.get_logger()
+
+
+class Watch:
+    """One per decode rank. `ports` are those that are open now."""
+
+    def __init__(
+        self, identity: Identity, clock: Clock, config: TransportConfig, counts: TransferCounts
+    ) -> None:
+        self.ports: set[Port] = set()
+        self._identity = identity
+        self._clock = clock
+        self._counts = counts
+        self._quarantines = Quarantines(config)
+
+    def greet(self, hello: Hello) -> None:
+        """Raises WireQuarantined when the caller's wire, or its worker, is to be left alone."""
+        found = self._quarantines.call(LinkName.of(hello), self._clock.now())
+        if found is not None:
+            self._counts.links_refused += 1
+            raise WireQuarantined(self._sentence(found), found.left_s)
+
+    def opened(self, port: Port, key: ShipmentKey) -> None:
+        """A shipment begins over the port: it may be the last, or the only one."""
+        name = LinkName.of(port.link.hello)
+        found = self._quarantines.opens(name, key, self._clock.now())
+        if found is not None:
+            self._retire(port, found)
+
+    def landed(self, port: Port, num_cells: int, num_bad: int) -> None:
+        """Cells have come over the port, and have been verified."""
+        name = LinkName.of(port.link.hello)
+        for found in self._quarantines.landed(name, num_cells, num_bad, self._clock.now()):
+            self._counts.wires_quarantined += bool(found.wire)
+            self._counts.workers_quarantined += not found.wire
+            self._say(found)
+            for each in self.ports:
+                other = LinkName.of(each.link.hello)
+                same_life = (other.worker, other.epoch) == (name.worker, name.epoch)
+                if other == name or (same_life and not found.wire):
+                    self._retire(each, found)
+
+    def ended(self, ports: Iterable[Port], key: ShipmentKey, *, committed: bool) -> None:
+        """A transfer is over that these ports carried."""
+        for port in ports:
+            name = LinkName.of(port.link.hello)
+            if self._quarantines.ended(name, key, committed):
+                self._counts.wires_cleared += 1
+                log.info("wire_cleared", link=str(name), decode=str(self._identity))
+
+    def standing(self) -> list[Quarantined]:
+        """All that is left alone now."""
+        return self._quarantines.standing(self._clock.now())
+
+    def links(self) -> list[tuple[LinkName, LinkRecord]]:
+        return list(self._quarantines.links())
+
+    def workers(self) -> dict[str, float]:
+        """How long each prefill worker is to be left alone as such."""
+        return self._quarantines.workers(self._clock.now())
+
+    def _retire(self, port: Port, found: Quarantined) -> None:
+        port.retired = True
+        left_ms = round(found.left_s * 1000)
+        port.post(Frame(quarantine=Quarantine(reason=self._sentence(found), left_ms=left_ms)))
+
+    def _sentence(self, found: Quarantined) -> str:
+        what = f"its wire {found.wire}" if found.wire else "it"
+        who = f"{self._identity.worker} rank {self._identity.rank}"
+        return f"{who} has {what} in quarantine for {found.left_s:.0f} s: {found.reason}"
+
+    def _say(self, found: Quarantined) -> None:
+        wire = found.wire
+        log.warning(
+            "wire_quarantined" if wire else "worker_quarantined",
+            prefill=found.worker,
+            epoch=found.epoch,
+            decode=self._identity.worker,
+            rank=self._identity.rank,
+            wire=wire,
+            cool_down_s=round(found.left_s),
+            reason=found.reason,
+            advice=f"other wires are used; look at what carries {wire} between the two hosts"
+            if wire
+            else f"others serve its requests; check the memory and network of the host of "
+            f"{found.worker}, and restart it there or elsewhere: a new life starts clean",
+        )
