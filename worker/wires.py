@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 def connectors(settings: WorkerSettings) -> Mapping[str, Connector]:
     """How a prefill rank reaches decode ranks."""
-    made = {wire: _connector(wire, settings) for wire in settings.wires}
+    made: dict[str, Connector] = {wire: _connector(wire, settings) for wire in settings.wires}
     if not settings.test_faults:
         return made
     log.warning("wires_are_faulty_on_purpose", worker=settings.name, faults=settings.test_faults)

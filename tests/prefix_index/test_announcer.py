@@ -18,6 +18,7 @@ from prefix_index.index import (
     fingerprint,
 )
 from prefix_index.memory_index import MemoryIndex
+from prefix_index.quarantine import Quarantine
 from tests.prefix_index.samples import IDLE, Pool, block, blocks, removed, stored, worker
 
 
@@ -134,6 +135,22 @@ async def test_draining_is_told_at_once(index: WatchedIndex, clock: ManualClock)
     announcer.drain()
     await announcer.step()
     assert [record.load for record in await index.workers()] == [replace(IDLE, draining=True)]
+
+
+async def test_new_quarantines_are_told_with_a_heartbeat_at_once(
+    index: WatchedIndex, clock: ManualClock
+) -> None:
+    held = Quarantine("p0", 1, "tcp", 0.0, 60.0, "9 of 90 cells came damaged")
+    load = IDLE
+    announcer = Announcer(index, worker(), lambda: (load, []), lambda: [], clock)
+    await announcer.step()
+    index.taken()
+    for left_s in (60.0, 59.9):  # the second says nothing new
+        load = replace(IDLE, quarantines=(replace(held, left_s=left_s),))
+        await announcer.step()
+    assert index.taken() == ["heartbeat"]
+    (record,) = await index.workers()
+    assert record.load.quarantines == (held,)
 
 
 async def test_an_event_told_twice_counts_once(index: WatchedIndex, clock: ManualClock) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,13 +13,17 @@ from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
+from prometheus_client import generate_latest
 
+from prefix_index.index import Load
+from prefix_index.quarantine import Quarantine
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
 from router.callers import EVERYONE
 from router.errors import Broken, Overloaded, RequestFailed, TimedOut, Unavailable, Withdrawn
 from router.request import Tenant
 from tests.router.fakes import (
+    IDLE_DECODE,
     Abort,
     FakeCluster,
     FakeWorker,
@@ -547,4 +552,57 @@ async def test_our_own_bug_is_internal_logged_once_and_leaves_nothing(
     assert [line["status"] for line in cluster.log()] == ["internal"]
     (line,) = cluster.log("request.broken")
     assert "ZeroDivisionError: a bug" in line["exception"]
+    await cluster.check()
+
+
+def in_quarantine(*prefills: str) -> Load:
+    reason = "9 of the last 90 cells came damaged"
+    held = (Quarantine(name, 1, "", 1.0, 59.0, reason) for name in prefills)
+    return replace(IDLE_DECODE, quarantines=tuple(held))
+
+
+async def test_with_its_prefill_workers_in_quarantine_decode_serves_alone(
+    cluster: FakeCluster,
+) -> None:
+    prefills = [await cluster.add(f"prefill-{number}") for number in range(2)]
+    await cluster.add("decode-0", load=in_quarantine("prefill-0", "prefill-1"))
+    events = await cluster.ask(**without_pins())
+    assert ids_of(events) == ALL
+    assert (usage_of(events).journey.attempts, usage_of(events).journey.prefill) == (1, "")
+    with pytest.raises(Unavailable, match=r"is in quarantine .*: 9 of the last 90 cells"):
+        await cluster.ask()  # pinned to prefill-0
+    await cluster.add("decode-1", load=in_quarantine("prefill-0"))
+    events = await cluster.ask(**without_pins())
+    journey = usage_of(events).journey
+    assert (journey.prefill, journey.decode) == ("prefill-1", "decode-1")
+    assert [len(each.requests) for each in prefills] == [0, 1]
+    await cluster.check()
+
+
+async def test_the_router_counts_what_is_left_alone(cluster: FakeCluster) -> None:
+    await cluster.add("decode-0", load=in_quarantine("prefill-0", "prefill-1"))
+    cluster.fleet.refresh()
+    shown = generate_latest(cluster.metrics.registry).decode()
+    assert 'kvferry_quarantines{subject="worker"} 2.0' in shown
+    assert 'kvferry_quarantines{subject="wire"} 0.0' in shown
+
+
+async def test_a_refusal_for_quarantine_costs_an_attempt_and_no_request(
+    cluster: FakeCluster,
+) -> None:
+    """Until the router has heard of it."""
+
+    async def refuse_one(worker: FakeWorker, asked: wpb.DecodeRequest) -> AsyncIterator[object]:
+        if asked.source.worker == "prefill-0":
+            raise Abort(UNAVAILABLE, "decode-0 takes nothing from prefill-0")
+        async for event in decode_script(worker, asked):
+            yield event
+
+    await cluster.add("prefill-0", never)
+    await cluster.add("prefill-1", load=SLOWER)
+    await cluster.add("decode-0", refuse_one)
+    events = await cluster.ask(**without_pins())
+    assert ids_of(events) == ALL
+    journey = usage_of(events).journey
+    assert (journey.attempts, journey.prefill) == (2, "prefill-1")
     await cluster.check()

@@ -235,6 +235,7 @@ def decode_request(
         request.source.kv_head_stops.extend(run.stop for run in heads)
         request.source.block_size = prefill.parts[0].spec.block_size
         request.source.rank_addresses.extend(prefill.addresses)
+        request.source.wires.append("loopback")
     return request
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from engine.clock import ManualClock
+from protos.transfer_pb2 import Frame
 from tests.transport.broken import NUM_TOKENS, SOURCE, TARGET, carry_whole, failures
 from tests.transport.harness import MANIFEST, QUICK, Cluster, Network, cluster, network, soon
-from transport.fault_wire import FaultWire
+from transport.fault_wire import FaultConnector, FaultWire, Item
 from transport.faults import Faults
 from transport.orders import Identity, TransferFailed
 from transport.quarantine import Quarantined, Standing
@@ -179,3 +180,36 @@ async def test_with_no_other_wire_a_shipment_is_refused_at_once_and_told_why() -
         assert "in quarantine" in failure.reason
         await group.decode.receivers[0].abort(key, "test over")
         await asyncio.gather(expected, return_exceptions=True)
+
+
+async def test_a_quarantine_that_is_lost_is_said_again_at_the_next_open() -> None:
+    lost = 0
+
+    async def lose_the_first(frame: Frame, payload: memoryview | None) -> list[Item]:
+        nonlocal lost
+        if frame.HasField("quarantine") and not lost:
+            lost += 1
+            return []
+        return [(frame, payload)]
+
+    clock, faults = ManualClock(), Faults.of(FLIPS)
+    async with (
+        network("grpc") as net,
+        cluster(
+            net,
+            config=WATCHFUL,
+            clock=clock,
+            wrap=lambda inner: FaultConnector(
+                FaultWire(inner, faults, clock), incoming=lose_the_first
+            ),
+            others={"tcp": net.connector_of("tcp")},
+        ) as group,
+    ):
+        await carry_until_quarantined(group, clock)
+        (port,) = group.decode.receivers[0].watch.ports
+        assert (lost, port.retired) == (1, True)
+        await carry(group, clock)  # over the old link, which ends with it
+        await soon(lambda: not group.decode.receivers[0].watch.ports)
+        seen = faults.num_frames
+        await carry(group, clock)
+        assert faults.num_frames == seen
