@@ -353,7 +353,6 @@ def prefill_done(work: wpb.WorkRequest, cached: int = 0) -> wpb.PrefillEvent:
     return wpb.PrefillEvent(
         done=wpb.PrefillDone(
             computed_tokens=len(work.prompt) - cached,
-            shipped_blocks=4,
             shipped_bytes=4000,
             transfer_ms=2.0,
         )

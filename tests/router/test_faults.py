@@ -598,7 +598,11 @@ async def test_a_refusal_for_quarantine_costs_an_attempt_and_no_request(
         async for event in decode_script(worker, asked):
             yield event
 
-    await cluster.add("prefill-0", never)
+    async def compute_on(worker: FakeWorker, asked: wpb.PrefillRequest) -> AsyncIterator[object]:
+        yield wpb.PrefillEvent(admitted=wpb.PrefillAdmitted())
+        await never()
+
+    await cluster.add("prefill-0", compute_on)
     await cluster.add("prefill-1", load=SLOWER)
     await cluster.add("decode-0", refuse_one)
     events = await cluster.ask(**without_pins())

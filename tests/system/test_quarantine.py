@@ -1,5 +1,7 @@
 """A prefill worker that damages what it sends: decode takes nothing from it, and others serve."""
 
+from typing import Any
+
 import grpc
 import pytest
 
@@ -31,7 +33,11 @@ async def test_a_worker_that_damages_is_refused_and_requests_go_on_elsewhere() -
     wire = LoopbackWire()
     with Faults.of("seed=5 flip=0.4") as faults:
         faulty = FaultWire(wire, faults, MonotonicClock())
-        watchful = {"num_blocks": 256, "max_damage_share": 1e-4, "max_link_damages": 1}
+        watchful: dict[str, Any] = {
+            "num_blocks": 256,
+            "max_damage_share": 1e-4,
+            "max_link_damages": 1,
+        }
         async with (
             prefill_worker(SOURCE, faulty, tp=2, num_blocks=64) as bad,
             calls_answered(bad),
