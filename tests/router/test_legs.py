@@ -15,7 +15,7 @@ async def test_decode_is_told_every_rank_of_whoever_else_holds_blocks_of_the_pro
     channel = grpc.aio.insecure_channel("127.0.0.1:9")
     prefill, decode = (Worker(record(name), channel, unfit="") for name in ("p0", "d0"))
     other = replace(record("p1", epoch=3), rank_addresses=("here:1", "here:2"))
-    work = Work(wpb.WorkRequest(), prefill, decode, "tcp", b"t" * 16, 1, holders=(other,))
+    work = Work(wpb.WorkRequest(), prefill, decode, ("tcp",), b"t" * 16, 1, holders=(other,))
     (told,) = work.decode_request().holders
     holder = Holder.from_proto(told)
     assert holder.instance == "p1-3"
