@@ -93,10 +93,15 @@ async def test_ps_says_which_wire_of_which_pair_is_in_quarantine_and_requests_go
     assert "p0 cannot serve d1: too much of what it sends comes damaged" in shown
     assert "to d0" not in shown
 
-    journey = await ask(cluster, random, pb.Pins(prefill="p1", decode="d1"))
-    assert journey is not None and journey.wire == "grpc"
-    journey = await ask(cluster, random, pb.Pins(decode="d1"))  # p0, too, would be as cheap
-    assert journey is not None and journey.prefill != "p0"
+    async with asyncio.timeout(20):  # until the router has heard of it, too
+        while True:
+            journey = await ask(cluster, random, pb.Pins(prefill="p1", decode="d1"))
+            assert journey is not None
+            if journey.wire == "grpc":
+                break
+    for _ in range(5):
+        journey = await ask(cluster, random, pb.Pins(decode="d1"))  # p0 would be as cheap
+        assert journey is not None and journey.prefill != "p0"
     said = "".join(path.read_text() for path in (folder / "logs").rglob("*d1*") if path.is_file())
     assert "wire_quarantined" in said and "look at what carries tcp" in said
 
