@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
-from router.policy import Candidate, Decision, Pins, Prompt
+from router.ways import Candidate, Decision, Pins, Prompt
 
 LEAST_RETRY_MS = 100.0
 MOST_RETRY_MS = 60_000.0

@@ -26,6 +26,7 @@ from router.register import Ticket
 from router.request import AcceptedRequest
 from router.sessions import Home, Sessions
 from router.snapshot import Asked, Snapshot
+from router.ways import Decision, Pins, Weights
 
 POLL_S = 0.05
 TURN_S = 0.25  # after which one who stands in line looks whether it was cancelled
@@ -85,7 +86,7 @@ class Judged:
     """What was decided, and from what."""
 
     snapshot: Snapshot
-    decision: policy.Decision
+    decision: Decision
     line: LineView
     verdict: Verdict
 
@@ -111,7 +112,7 @@ class Entrance:
         metrics: Metrics,
         clock: Clock,
         bounds: Bounds,
-        weights: policy.Weights,
+        weights: Weights,
     ) -> None:
         self._fleet = fleet
         self._line = line
@@ -161,11 +162,11 @@ class Entrance:
         self,
         entrant: Entrant,
         without: Mapping[Party, str] | None = None,
-        pins: policy.Pins | None = None,
+        pins: Pins | None = None,
         kept: Mapping[str, int] | None = None,
         left_s: float = inf,
         bar_ms: float = inf,
-    ) -> tuple[Snapshot, policy.Decision]:
+    ) -> tuple[Snapshot, Decision]:
         """Those in doubt are asked only where nobody else is left, or will be."""
         request, pins = entrant.request, pins or entrant.request.pins
         asked = entrant.asked(self._sessions.home(request.tenant.key, request.session), left_s)

@@ -2,7 +2,7 @@
 
 from protos import inference_pb2 as pb
 from router.admission import Action, LineView, Option, Verdict, options
-from router.policy import Candidate, Decision, Prompt
+from router.ways import Candidate, Decision, Prompt
 
 
 def explanation(

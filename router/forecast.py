@@ -14,8 +14,8 @@ their cache pays for that here.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from router.policy import Candidate, Decision
 from router.snapshot import Snapshot
+from router.ways import Candidate, Decision
 from router.worker import Worker
 
 

@@ -23,7 +23,6 @@ from engine.clock import Clock
 from kvcache.block_hash import BlockHash, Namespace
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
-from router import policy
 from router.attempt import Attempt, AttemptFailed
 from router.doubts import Party
 from router.entrance import Bounds, Entrance, Entrant, Judged
@@ -44,6 +43,7 @@ from router.snapshot import Snapshot
 from router.transcript import Diverged, Transcript
 from router.validation import Validator, checked_request_id
 from router.walls import Walls
+from router.ways import Candidate, Decision, Weights
 from router.worker import Worker
 
 
@@ -84,7 +84,7 @@ class Handler:
         log: structlog.typing.FilteringBoundLogger,
         bounds: Bounds | None = None,
         line: Line | None = None,
-        weights: policy.Weights | None = None,
+        weights: Weights | None = None,
         walls: Walls | None = None,
         transfer_id: Callable[[], bytes] = lambda: secrets.token_bytes(16),
         request_id: Callable[[], str] = lambda: secrets.token_hex(12),
@@ -103,7 +103,7 @@ class Handler:
             metrics,
             clock,
             self._bounds,
-            weights or policy.Weights(),
+            weights or Weights(),
         )
         self._sightings = fleet.sightings
         self._walls = walls
@@ -198,7 +198,7 @@ class Handler:
         )
 
     async def _attempt(
-        self, served: _Served, snapshot: Snapshot, decision: policy.Decision
+        self, served: _Served, snapshot: Snapshot, decision: Decision
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         served.ticket.check()
         chosen = decision.chosen
@@ -232,12 +232,12 @@ class Handler:
                 self._sightings.drop(_names(served, computing), computing.record.instance)
         self._went_well(work, served)
 
-    def _forecast(self, served: _Served, snapshot: Snapshot, decision: policy.Decision) -> Forecast:
+    def _forecast(self, served: _Served, snapshot: Snapshot, decision: Decision) -> Forecast:
         pins = served.request.pins
         pinned = bool(pins.prefill or pins.decode)
         return forecast(self._clock.now(), snapshot, decision, pinned=pinned)
 
-    def _work(self, served: _Served, snapshot: Snapshot, chosen: policy.Candidate) -> Work:
+    def _work(self, served: _Served, snapshot: Snapshot, chosen: Candidate) -> Work:
         request = served.request
         transfer_id = self._transfer_id()
         prefill = snapshot.prefills[chosen.prefill.name] if chosen.prefill else None
@@ -259,9 +259,7 @@ class Handler:
             holders=snapshot.holders(chosen.computing.name, chosen.decode.name),
         )
 
-    def _next_choice(
-        self, served: _Served, failure: AttemptFailed
-    ) -> tuple[Snapshot, policy.Decision]:
+    def _next_choice(self, served: _Served, failure: AttemptFailed) -> tuple[Snapshot, Decision]:
         """Who tries next, or the RequestFailed that ends the request."""
         self._went_wrong(served, failure)
         served.ticket.check()
@@ -337,7 +335,7 @@ class Handler:
             started.explanation.CopyFrom(_explanation(judged))
         return started
 
-    def _note_matches(self, served: _Served, snapshot: Snapshot, chosen: policy.Candidate) -> None:
+    def _note_matches(self, served: _Served, snapshot: Snapshot, chosen: Candidate) -> None:
         """What could be reused, before anything of the prompt has been computed."""
         journey, computing = served.journey, snapshot.computing(chosen)
         names, block_size = _names(served, computing), computing.record.manifest.block_size

@@ -8,8 +8,8 @@ import xxhash
 
 from engine.sampling_params import SamplingParams
 from kvcache.block_hash import BlockHash, Namespace, TenantKey, index_names
-from router.policy import Pins
 from router.targets import NO_TARGETS, Targets
+from router.ways import Pins
 
 
 @dataclass(frozen=True, slots=True)

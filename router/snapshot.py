@@ -8,7 +8,7 @@ from math import inf
 from prefix_index.index import Manifest, Role, WorkerRecord
 from prefix_index.quarantine import wires_left
 from prefix_index.worker_record import shared_wires
-from router import policy
+from router import ways
 from router.curves import LinkCurve
 from router.doubts import Party
 from router.lazily import Lazily
@@ -25,13 +25,13 @@ MAX_HOLDERS = 4  # that decode is told of
 class Snapshot:
     """What one decision is made from, and the workers that its names stand for."""
 
-    prompt: policy.Prompt
-    replicas: policy.Replicas
+    prompt: ways.Prompt
+    replicas: ways.Replicas
     prefills: Mapping[str, Worker]
     decodes: Mapping[str, Worker]
 
     @property
-    def computers(self) -> Sequence[policy.Replica]:
+    def computers(self) -> Sequence[ways.Replica]:
         """Who could compute a prompt: prefill's, or where there is none of them, decode's."""
         return self.replicas.prefills or self.replicas.decodes
 
@@ -41,11 +41,11 @@ class Snapshot:
         seen = [*self.replicas.prefills, *self.replicas.decodes]
         return max((self.held_tokens(each) for each in seen if not each.refused), default=0)
 
-    def held_tokens(self, replica: policy.Replica) -> int:
+    def held_tokens(self, replica: ways.Replica) -> int:
         """The prompt tokens it need not compute, as far as the index knows."""
         return self.prompt.held_tokens(replica)
 
-    def computing(self, candidate: policy.Candidate) -> Worker:
+    def computing(self, candidate: ways.Candidate) -> Worker:
         """Who would compute the prompt."""
         if candidate.prefill is None:
             return self.decodes[candidate.decode.name]
@@ -127,22 +127,22 @@ def take_snapshot(
         left, _ = _wires_left(prefills[pair[0]], decode)
         return [wire for wire in decode.record.manifest.wires if wire not in left]
 
-    def link(pair: tuple[str, str]) -> policy.Link | None:
+    def link(pair: tuple[str, str]) -> ways.Link | None:
         known = state.links.get(_instances(prefills[pair[0]], decodes[pair[1]]))
-        return policy.Link(known.curve, known.in_flight_bytes) if known else None
+        return ways.Link(known.curve, known.in_flight_bytes) if known else None
 
-    def replica(worker: Worker) -> policy.Replica:
+    def replica(worker: Worker) -> ways.Replica:
         why = worker.standing or refused(worker.record.instance)
         match = matched.get(worker.name, NO_MATCH)
         return _replica(worker, match, why, asked.num_tokens, state.now)
 
-    replicas = policy.Replicas(
+    replicas = ways.Replicas(
         prefills=[replica(worker) for worker in prefills.values()],
         decodes=[replica(worker) for worker in decodes.values()],
         refused_pairs=Lazily(pairs, against),
         quarantined_wires=Lazily(pairs, quarantined),
         links=Lazily(pairs, link),
-        untried=policy.Link(state.untried),
+        untried=ways.Link(state.untried),
         prompts_per_ms=state.pace.prompts_per_ms,
         busy=state.pace.busy,
     )
@@ -178,12 +178,12 @@ def _wires_left(prefill: Worker, decode: Worker) -> tuple[list[str], str]:
 
 def _replica(
     worker: Worker, match: Match, refused: str, num_tokens: int, now: float
-) -> policy.Replica:
+) -> ways.Replica:
     load, block_size = worker.record.load, max(1, worker.record.manifest.block_size)
     curve, steps = worker.curve, worker.steps
     running = max(load.running, worker.booked_requests)
     joined_ms = steps.ms(running + 1, load.context_tokens + num_tokens) if steps else 0.0
-    return policy.Replica(
+    return ways.Replica(
         name=worker.name,
         ms_per_token=curve.token_ms,
         prompt_ms=curve.prompt_ms,
@@ -210,12 +210,12 @@ def _replica(
     )
 
 
-def _prompt(asked: Asked, shape: Manifest | None, pace: Pace) -> policy.Prompt:
+def _prompt(asked: Asked, shape: Manifest | None, pace: Pace) -> ways.Prompt:
     if shape is None:
-        return policy.Prompt(asked.num_tokens, token_bytes=0, num_layers=1, key=asked.key)
+        return ways.Prompt(asked.num_tokens, token_bytes=0, num_layers=1, key=asked.key)
     cells = shape.num_layers * shape.num_kv_heads * PLANES
     value_bytes = BYTES_PER_VALUE.get(shape.dtype, 4)
-    return policy.Prompt(
+    return ways.Prompt(
         num_tokens=asked.num_tokens,
         token_bytes=cells * shape.head_dim * value_bytes,
         num_layers=shape.num_layers,

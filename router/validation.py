@@ -13,9 +13,9 @@ from typing import Protocol
 from engine.sampling_params import InvalidParam, Limits, check_prompt, resolve
 from protos import inference_pb2 as pb
 from router.errors import InvalidRequest, TooLarge, shown
-from router.policy import Pins
 from router.request import AcceptedRequest, Tenant
 from router.targets import MAX_PRIORITY, MAX_SESSION_CHARS, MAX_TARGET_MS, Targets
+from router.ways import Pins
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_NAME_CHARS = 200

@@ -23,8 +23,9 @@ from prefix_index.mirror import Mirror
 from prefix_index.redis_index import RedisIndex
 from router.fleet import Fleet
 from router.journal import journal
-from router.policy import Decision, choose
+from router.policy import choose
 from router.snapshot import Asked
+from router.ways import Decision
 
 POLL_S = 0.02
 

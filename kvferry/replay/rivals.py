@@ -17,7 +17,7 @@ from enum import Enum
 from hashlib import blake2b
 
 from kvferry.errors import CommandError
-from router.policy import Replica
+from router.ways import Replica
 
 Pick = Callable[[Sequence[Replica], Sequence[bytes]], str]
 

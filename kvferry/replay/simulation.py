@@ -30,7 +30,7 @@ from kvferry.replay.trace import Arrival, Trace
 from kvferry.replay.virtual_time import VirtualClock, run_virtual
 from prefix_index.index import Role
 from prefix_index.mirror import Mirror
-from router import policy
+from router import policy, ways
 from router.entrance import Bounds
 from router.fleet import Fleet
 from router.forecast import forecast
@@ -90,12 +90,12 @@ class _Try:
     """One attempt, as it was chosen."""
 
     snapshot: Snapshot
-    decision: policy.Decision
+    decision: ways.Decision
     rates: dict[str, int]
     gone: list[Any] = field(default_factory=list)
 
     @property
-    def chosen(self) -> policy.Candidate:
+    def chosen(self) -> ways.Candidate:
         assert self.decision.chosen is not None
         return self.decision.chosen
 
@@ -229,7 +229,7 @@ class _Simulation:
         for trusting in (False, True):
             snapshot = self._fleet.snapshot(asked, named, without, trusting=trusting)
             usable = [each for each in snapshot.replicas.prefills if not each.refused]
-            pins = policy.Pins(prefill=self._pick(usable, names) if usable else "")
+            pins = ways.Pins(prefill=self._pick(usable, names) if usable else "")
             decision = policy.choose(snapshot.prompt, snapshot.replicas, pins)
             if decision.chosen is not None:
                 break
@@ -258,7 +258,7 @@ class _Simulation:
         arrival: Arrival,
         names: Sequence[BlockHash],
         snapshot: Snapshot,
-        decision: policy.Decision,
+        decision: ways.Decision,
     ) -> _Try:
         """What is known of the prompt's blocks before anything of it has been computed."""
         chosen = decision.chosen
@@ -266,7 +266,7 @@ class _Simulation:
         block_tokens = self._trace.block_tokens
         reusable = (arrival.num_tokens - 1) // block_tokens
 
-        def held(*replicas: policy.Replica) -> int:
+        def held(*replicas: ways.Replica) -> int:
             most = max((each.matched_blocks for each in replicas if not each.refused), default=0)
             return min(most, reusable)
 

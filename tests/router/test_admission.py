@@ -3,8 +3,9 @@
 import pytest
 
 from router.admission import Action, LineView, Verdict, admit, options
-from router.policy import Decision, Pins, Prompt, Replica, Replicas, choose
+from router.policy import choose
 from router.targets import Targets
+from router.ways import Decision, Pins, Prompt, Replica, Replicas
 from tests.router.test_policy import decode, prefill
 
 BAR_MS = 1000.0

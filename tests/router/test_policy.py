@@ -8,18 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.curves import LinkCurve
-from router.policy import (
-    Candidate,
-    Decision,
-    Link,
-    Pins,
-    Prompt,
-    Replica,
-    Replicas,
-    Weights,
-    choose,
-)
+from router.policy import choose
 from router.targets import Targets
+from router.ways import Candidate, Decision, Link, Pins, Prompt, Replica, Replicas, Weights
 
 LIGHT = Link(LinkCurve(0.0, 1e-9))
 PROMPT = Prompt(num_tokens=1000, token_bytes=6_250, num_layers=30, key=b"p")

@@ -1,0 +1,104 @@
+"""The terms of a way's cost, in milliseconds; `router.policy` says what each stands for."""
+
+from router.ways import Link, Prompt, Replica, Terms, Weights
+
+
+def late_first_ms(prompt: Prompt, computing: Replica, compute_ms: float, weights: Weights) -> float:
+    target_ms = prompt.targets.ttft_ms
+    if not target_ms:
+        return 0.0
+    ttft_ms = computing.queue_ms + compute_ms + computing.dispatch_ms
+    return weights.lateness * max(0.0, ttft_ms - target_ms)
+
+
+def late_tokens_ms(prompt: Prompt, decode: Replica, weights: Weights) -> float:
+    target_ms = prompt.targets.token_ms
+    if not target_ms:
+        return 0.0
+    late_ms = max(0.0, decode.joined_step_ms - target_ms)
+    return weights.lateness * prompt.output_tokens * late_ms
+
+
+def left_prefill_ms(prompt: Prompt, prefill: Replica, weights: Weights) -> float:
+    """For leaving the one that its session was at."""
+    moved = prompt.session is not None and prompt.session[0] not in ("", prefill.name)
+    return weights.session_ms * moved
+
+
+def left_decode_ms(prompt: Prompt, decode: Replica, weights: Weights) -> float:
+    moved = prompt.session is not None and prompt.session[1] != decode.name
+    return weights.session_ms * moved
+
+
+def shipping_ms(
+    prompt: Prompt, prefill: Replica, decode: Replica, link: Link, weights: Weights
+) -> tuple[float, float]:
+    """What is not hidden of the shipment, and how far it goes."""
+    num_bytes = prompt.shipped_bytes(prefill, decode)
+    if not num_bytes:
+        return 0.0, 0.0
+    link_ms = link.curve.ms(num_bytes, link.in_flight_bytes)
+    # Layer by layer: all but the first layer's compute can hide the sending of the one before.
+    hidden_ms = prompt.compute_ms(prefill) * (prompt.num_layers - 1) / prompt.num_layers
+    return max(0.0, link_ms - hidden_ms), _distance_ms(prefill, decode, weights)
+
+
+def pair_terms(
+    prompt: Prompt,
+    prefill: Replica,
+    decode: Replica,
+    link: Link,
+    followers: float,
+    weights: Weights,
+) -> Terms:
+    compute_ms = prompt.compute_ms(prefill)
+    link_ms, distance_ms = shipping_ms(prompt, prefill, decode, link, weights)
+    late_ms = late_first_ms(prompt, prefill, compute_ms, weights)
+    left_ms = left_prefill_ms(prompt, prefill, weights)
+    return Terms(
+        queue_ms=prefill.queue_ms,
+        compute_ms=compute_ms,
+        dispatch_ms=prefill.dispatch_ms,
+        link_ms=link_ms,
+        admission_ms=weights.handoff_ms + wait_ms(prompt, decode, weights),
+        followers_ms=followers * compute_ms,
+        streaming_ms=weights.streaming * prompt.output_tokens * decode.joined_step_ms,
+        lateness_ms=late_ms + late_tokens_ms(prompt, decode, weights),
+        session_ms=left_ms + left_decode_ms(prompt, decode, weights),
+        distance_ms=distance_ms,
+    )
+
+
+def alone_terms(prompt: Prompt, decode: Replica, followers: float, weights: Weights) -> Terms:
+    compute_ms = prompt.compute_ms(decode)
+    late_ms = late_first_ms(prompt, decode, compute_ms, weights)
+    return Terms(
+        queue_ms=decode.queue_ms,
+        compute_ms=compute_ms,
+        dispatch_ms=decode.dispatch_ms,
+        interference_ms=weights.interference * compute_ms * (decode.running + 1),
+        admission_ms=wait_ms(prompt, decode, weights),
+        followers_ms=followers * compute_ms,
+        streaming_ms=weights.streaming * prompt.output_tokens * decode.joined_step_ms,
+        lateness_ms=late_ms + late_tokens_ms(prompt, decode, weights),
+        session_ms=left_decode_ms(prompt, decode, weights),
+    )
+
+
+def _distance_ms(prefill: Replica, decode: Replica, weights: Weights) -> float:
+    """Of labels that both have and that differ, the widest counts."""
+    if prefill.zone and decode.zone and prefill.zone != decode.zone:
+        return weights.zone_ms
+    if prefill.node and decode.node and prefill.node != decode.node:
+        return weights.node_ms
+    return 0.0
+
+
+def wait_ms(prompt: Prompt, decode: Replica, weights: Weights) -> float:
+    """Until decode's first own token: a step for each that waits, its own, and room for its KV."""
+    lacking = max(0, decode.blocks_for(prompt.num_tokens) - decode.matched_blocks)
+    full_ms = weights.full_pool_ms if lacking > decode.free_blocks else 0.0
+    if decode.joined_step_ms:
+        return (decode.waiting + 1) * decode.joined_step_ms + full_ms
+    steps = decode.waiting + 1 + weights.crowding * decode.running
+    return steps * decode.step_ms + full_ms
