@@ -111,7 +111,7 @@ def gather(
             frame = _gather(source, departure, heads, part, room)
         finally:
             departure.book.gathered(rank, part.seq)
-    departure.book.sent(rank, frame.chunk)
+        departure.book.sent(rank, frame.chunk)  # before the end, which may come with leaving
     return frame
 
 
