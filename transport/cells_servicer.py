@@ -34,7 +34,8 @@ from transport.plan import LayerCells, layer_cells
 Context = grpc.aio.ServicerContext[FetchRequest, FetchedCells]
 
 MAX_RUNS = 4096  # of one request
-MAX_CALLS = 4  # at once; who comes beyond that asks again
+MAX_CALLS = 4  # answered at once
+MAX_WAITING = 60  # more; who comes beyond that asks again
 NAME_BYTES = 32
 
 
@@ -89,19 +90,19 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         self._ledger = ledger
         self._layers = layer_cells(source.spec)
         self._num_calls = 0
+        self._turns = asyncio.Semaphore(MAX_CALLS)
 
     async def Fetch(self, request: FetchRequest, context: Context) -> None:
         try:
-            departure = self._check(request)
+            self._check(request)
             self._num_calls += 1
             try:
-                async with (
-                    asyncio.timeout(self._config.call_timeout_s),
-                    aclosing(self._answers(request, departure)) as answers,
-                ):
-                    async for answer in answers:
-                        self._note(request, answer)
-                        await context.write(answer)
+                async with asyncio.timeout(self._config.call_timeout_s), self._turns:
+                    departure = self._check(request, waited=True)  # it may have ended meanwhile
+                    async with aclosing(self._answers(request, departure)) as answers:
+                        async for answer in answers:
+                            self._note(request, answer)
+                            await context.write(answer)
             finally:
                 self._num_calls -= 1
         except _Refused as refused:
@@ -125,9 +126,9 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             run = CellRun(layer=layer, first_block=start, num_blocks=count, heads=heads)
             books.lent(self._ledger, key, request.decode_rank & 0xFFFF, run)
 
-    def _check(self, request: FetchRequest) -> Departure | None:
+    def _check(self, request: FetchRequest, waited: bool = False) -> Departure | None:
         """The shipment that is asked for, if it is one. Raises _Refused unless the request is
-        well-formed, small enough and has a right.
+        well-formed, small enough and has a right, and a place in the line or has `waited` in it.
         """
         invalid, full = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
         if bool(request.names) == request.HasField("key"):
@@ -136,8 +137,8 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             raise _Refused(
                 grpc.StatusCode.PERMISSION_DENIED, f"a block's whole name has {NAME_BYTES} bytes"
             )
-        if self._num_calls >= MAX_CALLS:
-            raise _Refused(full, f"{MAX_CALLS} calls are being answered; ask again")
+        if not waited and self._num_calls >= MAX_CALLS + MAX_WAITING:
+            raise _Refused(full, f"{self._num_calls} calls wait or are being answered; ask again")
         if not 0 < len(request.runs) <= MAX_RUNS:
             raise _Refused(invalid, f"{len(request.runs)} runs, 1 to {MAX_RUNS} may be asked for")
         for run in request.runs:

@@ -85,7 +85,8 @@ class Mender:
 
         def landed(done: asyncio.Future[Landed]) -> None:
             landing.jobs.remove(done)
-            error = done.exception()
+            cancelled = asyncio.CancelledError("the worker stops")
+            error = cancelled if done.cancelled() else done.exception()
             if error is not None or not done.result().written:
                 landing.book.not_mended(rank, cells)
             if error is not None:
