@@ -23,7 +23,8 @@ def test_readme_opens_with_the_two_commands() -> None:
     assert README.startswith("# kvferry\n\n```\nmake demo\nmake test\n```\n")
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make ([a-z-]+)", README):
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+        its_own = re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+        assert its_own or (ROOT / "bench" / f"{target.removeprefix('bench-')}.py").exists(), target
 
 
 @pytest.mark.parametrize("command", commands())
