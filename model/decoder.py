@@ -22,7 +22,7 @@ from model.comm import Comm
 from model.config import DecoderConfig
 from model.model import OnLayer
 from model.rope import rotation
-from model.shard import Shard, split
+from model.vocabulary_shard import VocabularyShard
 from model.weights import DecoderWeights, LayerWeights
 
 
@@ -42,8 +42,7 @@ class Decoder:
         self.spec = spec
         self._comm = comm
         self._weights = weights
-        self._vocabulary = Shard.of(config, head_map, comm.rank).vocabulary
-        self._vocabulary_widths = [len(part) for part in split(config.vocab_size, head_map.tp)]
+        self._vocabulary = VocabularyShard(config.vocab_size, comm)
         self._num_query_heads = len(head_map.query[comm.rank])
         self._num_kv_heads = len(head_map.kv[comm.rank])
         self._scale = config.head_dim**-0.5
@@ -61,7 +60,7 @@ class Decoder:
     def compute(self, batch: Batch, store: KvStore, on_layer: OnLayer) -> Tensor | None:
         """`forward` as it is under `torch.inference_mode`, which it must be called in."""
         weights = self._weights
-        x_TE = self._embed(batch.token_ids_T)
+        x_TE = self._vocabulary.embed(weights.embedding, batch.token_ids_T)
         cos_TD, sin_TD = rotation(batch.positions_T, weights.frequencies_F)
         rope = (cos_TD.to(x_TE.dtype), sin_TD.to(x_TE.dtype))
         for number, layer in enumerate(weights.layers):
@@ -70,28 +69,13 @@ class Decoder:
             on_layer(number)
             last = number == len(weights.layers) - 1
             if last and not len(batch.logit_rows_R):
-                return self._no_logits(x_TE)
+                return self._vocabulary.no_logits(x_TE.device)
             a_TE = self._attend(q_THD, batch, pool_NPHSD).flatten(1)
             if last:  # nothing reads the other rows any more
                 x_TE, a_TE = x_TE[batch.logit_rows_R], a_TE[batch.logit_rows_R]
             x_TE = self._add(x_TE, layer.o(a_TE), layer.o_bias_E)
             x_TE = self._add(x_TE, self._mlp(layer, x_TE), layer.down_bias_E)
-        logits_RV = weights.lm_head(weights.final_norm(x_TE)).float()
-        parts = self._comm.gather_to_0(logits_RV, self._vocabulary_widths)
-        return None if parts is None else torch.cat(parts, dim=1)
-
-    def _no_logits(self, x_TE: Tensor) -> Tensor | None:
-        empty = x_TE.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        return empty if self._comm.rank == 0 else None
-
-    def _embed(self, token_ids_T: Tensor) -> Tensor:
-        """Each rank looks up its own tokens, and zeros stand for the others' until they add up."""
-        if self._comm.size == 1:
-            return self._weights.embedding.rows(token_ids_T)
-        local_T = token_ids_T - self._vocabulary.start
-        foreign_T = (local_T < 0) | (local_T >= len(self._vocabulary))
-        x_TE = self._weights.embedding.rows(local_T.masked_fill(foreign_T, 0))
-        return self._comm.all_reduce(x_TE.masked_fill_(foreign_T[:, None], 0))
+        return self._vocabulary.gather(weights.lm_head(weights.final_norm(x_TE)).float())
 
     def _write(
         self,

@@ -25,7 +25,7 @@ from model.config import DecoderConfig
 from model.linear import Linear
 from model.model import OnLayer
 from model.panel_linear import HostLinear
-from model.shard import Shard, split
+from model.vocabulary_shard import VocabularyShard
 from model.weights import DecoderWeights, LayerWeights
 
 FIRST = Part.BEGIN | Part.WRITE
@@ -52,8 +52,7 @@ class CpuDecoder:
         self._comm = comm
         self._weights = weights  # the memory that the structures below point into
         self._team = team
-        self._vocabulary = Shard.of(config, head_map, comm.rank).vocabulary
-        self._vocabulary_widths = [len(part) for part in split(config.vocab_size, head_map.tp)]
+        self._vocabulary = VocabularyShard(config.vocab_size, comm)
         self._decoder = _describe(config, head_map, comm, weights)
         self._buffers = _Buffers(self._decoder)
         self._pools: tuple[KvStore, Any] | None = None
@@ -63,7 +62,8 @@ class CpuDecoder:
         step = self._step(batch, store)
         alone, last = self._comm.size == 1, self.config.num_layers - 1
         if not alone:
-            self._embed(batch.token_ids_T)
+            x_TE = self._vocabulary.embed(self._weights.embedding, batch.token_ids_T)
+            self._buffers.x_TE[: len(x_TE)] = x_TE
         self._run(step, 0, FIRST)
         on_layer(0)
         for layer in range(last):
@@ -74,10 +74,9 @@ class CpuDecoder:
                 self._run(step, layer + 1, Part.WRITE)
             on_layer(layer + 1)
         if not step.num_wanted:
-            empty = torch.empty(0, self.config.vocab_size)
-            return empty if self._comm.rank == 0 else None
+            return self._vocabulary.no_logits(torch.device("cpu"))
         kept = self._want(step, batch)
-        logits_RV = torch.empty(step.num_wanted, self._vocabulary_widths[self._comm.rank])
+        logits_RV = torch.empty(step.num_wanted, self._vocabulary.width)
         step.logits = logits_RV.data_ptr()
         if alone:
             self._run(step, last, LAST)
@@ -85,10 +84,7 @@ class CpuDecoder:
             self._layer_with_others(step, last)
             self._run(step, last, Part.FINISH)
         del kept  # until here the structures pointed into it
-        parts = self._comm.gather_to_0(logits_RV, self._vocabulary_widths)
-        if parts is None:
-            return None
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return self._vocabulary.gather(logits_RV)
 
     def _run(self, step: Step, layer: int, parts: Part) -> None:
         self._team.run(self._decoder, step, layer, parts)
@@ -97,14 +93,6 @@ class CpuDecoder:
         for part in (Part.ATTEND, Part.FEED):
             self._run(step, layer, part)
             self._comm.all_reduce(self._buffers.sum_TE[: step.num_rows])
-
-    def _embed(self, token_ids_T: Tensor) -> None:
-        """Each rank looks up its own tokens, and zeros stand for the others' until they add up."""
-        local_T = token_ids_T - self._vocabulary.start
-        foreign_T = (local_T < 0) | (local_T >= len(self._vocabulary))
-        x_TE = self._weights.embedding.rows(local_T.masked_fill(foreign_T, 0))
-        x_TE = self._comm.all_reduce(x_TE.masked_fill_(foreign_T[:, None], 0))
-        self._buffers.x_TE[: len(x_TE)] = x_TE
 
     def _step(self, batch: Batch, store: KvStore) -> Step:
         num_rows, num_wanted = batch.num_tokens, len(batch.logit_rows_R)

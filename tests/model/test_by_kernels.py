@@ -35,7 +35,7 @@ def by_interpreter(folders: list[str], tmp_path_factory: pytest.TempPathFactory)
         env=os.environ | {"TRITON_INTERPRET": "1"},
         check=True,
     )
-    logits: Logits = torch.load(out)
+    logits: Logits = torch.load(out, weights_only=True)
     return logits
 
 
