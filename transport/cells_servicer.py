@@ -98,7 +98,7 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             self._num_calls += 1
             try:
                 async with asyncio.timeout(self._config.call_timeout_s), self._turns:
-                    departure = self._check(request, waited=True)  # it may have ended meanwhile
+                    departure = self._lent(request)  # it may have ended while this call waited
                     async with aclosing(self._answers(request, departure)) as answers:
                         async for answer in answers:
                             self._note(request, answer)
@@ -126,9 +126,9 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             run = CellRun(layer=layer, first_block=start, num_blocks=count, heads=heads)
             books.lent(self._ledger, key, request.decode_rank & 0xFFFF, run)
 
-    def _check(self, request: FetchRequest, waited: bool = False) -> Departure | None:
-        """The shipment that is asked for, if it is one. Raises _Refused unless the request is
-        well-formed, small enough and has a right, and a place in the line or has `waited` in it.
+    def _check(self, request: FetchRequest) -> None:
+        """Raises _Refused unless the request is well-formed and small enough, has a right, and
+        finds a place in the line.
         """
         invalid, full = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
         if bool(request.names) == request.HasField("key"):
@@ -137,14 +137,13 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             raise _Refused(
                 grpc.StatusCode.PERMISSION_DENIED, f"a block's whole name has {NAME_BYTES} bytes"
             )
-        if not waited and self._num_calls >= MAX_CALLS + MAX_WAITING:
+        if self._num_calls >= MAX_CALLS + MAX_WAITING:
             raise _Refused(full, f"{self._num_calls} calls wait or are being answered; ask again")
         if not 0 < len(request.runs) <= MAX_RUNS:
             raise _Refused(invalid, f"{len(request.runs)} runs, 1 to {MAX_RUNS} may be asked for")
         for run in request.runs:
             self._check_run(run)
-        departure = self._lent(request)
-        layers = self._layers_of(departure)
+        layers = self._layers_of(self._lent(request))
         num_bytes = sum(
             run.num_blocks * layers[run.layer].block_bytes(len(run.heads)) for run in request.runs
         )
@@ -154,9 +153,9 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         last = max(run.first_block + run.num_blocks for run in request.runs)
         if request.names and last > len(request.names):
             raise _Refused(invalid, f"block {last - 1} has no name among {len(request.names)}")
-        return departure
 
     def _lent(self, request: FetchRequest) -> Departure | None:
+        """The shipment that is asked for, if it is one."""
         if not request.HasField("key"):
             return None
         key = ShipmentKey.from_proto(request.key)
