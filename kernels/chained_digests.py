@@ -7,12 +7,10 @@ between two links: 8,192 tokens in 512 blocks take 0.17 ms instead of 0.50.
 import ctypes
 import functools
 import hashlib
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kernels.compiled import compiled
+from kernels.compiled import Unfit, loaded
 
 SOURCE = Path(__file__).with_suffix(".c")
 DIGEST_BYTES = 32
@@ -50,17 +48,17 @@ def _field_size(num_bytes: int) -> bytes:
 @functools.cache
 def _load() -> Chain | None:
     """The compiled function, or None where it cannot be had or does not do what it should."""
-    if sys.byteorder != "little":
-        return None
-    try:
-        # A PyDLL keeps the interpreter lock: the call is short, and giving it back would not be.
-        library = ctypes.PyDLL(str(compiled(SOURCE)))
-    except (OSError, subprocess.SubprocessError):
-        return None
-    library.chain_digests.restype = None
     text, size = ctypes.c_char_p, ctypes.c_int64
-    library.chain_digests.argtypes = (text, text, size, text, size, size, text, text)
+    return loaded(
+        SOURCE,
+        signatures={"chain_digests": (None, (text, text, size, text, size, size, text, text))},
+        make=_tried,
+        otherwise="prompts are named by hashlib, slower",
+        keeps_lock=True,
+    )
 
+
+def _tried(library: ctypes.CDLL) -> Chain:
     def chain(key: bytes, head: bytes, items: bytes, width: int) -> bytes:
         assert len(key) == DIGEST_BYTES, f"a key of {len(key)} bytes"
         count = len(items) // width
@@ -72,4 +70,6 @@ def _load() -> Chain | None:
 
     items = bytes(range(256)) * 3
     sample = (bytes(range(32)), b"head", items, 200)
-    return chain if chain(*sample) == chained_digests_reference(*sample) else None
+    if chain(*sample) != chained_digests_reference(*sample):
+        raise Unfit(f"{SOURCE.name} computes other digests than hashlib")
+    return chain

@@ -1,22 +1,71 @@
-"""C sources of this folder, compiled at first use by the compiler that `make` needs anyway.
+"""C sources, compiled at first use by the compiler that `make` needs anyway.
 
 The library is kept beside Python's own compiled files, under a name that changes with the sources,
-the flags, the platform and, for code that suits one processor only, the processor.
+the flags, the platform and, for code that suits one processor only, the processor. Where it cannot
+be had, the log says once what does the work instead, and why.
 """
 
+import ctypes
 import hashlib
+import logging
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Werror")
-
-
 NATIVE = "-march=native"
+
+Made = TypeVar("Made")
+
+log = logging.getLogger(__name__)
+
+Signatures = Mapping[str, tuple[object, Sequence[object]]]
+"""By name, what a function returns and what it takes, as ctypes has it."""
+
+
+class Unfit(Exception):
+    """A library that was loaded and does not do what it should."""
+
+
+def loaded(
+    source: Path,
+    *flags: str,
+    signatures: Signatures,
+    make: Callable[[ctypes.CDLL], Made],
+    otherwise: str,
+    beside: Sequence[Path] = (),
+    needs_linux: bool = False,
+    keeps_lock: bool = False,
+) -> Made | None:
+    """What `make` makes of the library of `source`; None, with `otherwise` in the log, without it.
+
+    `make` raises OSError or Unfit for a library that will not do. With `keeps_lock` calls hold the
+    interpreter lock: for functions so short that giving it back would cost more, and for data that
+    has no lock of its own. Whoever calls this keeps what it returns, None too.
+    """
+    try:
+        if sys.byteorder != "little":
+            raise Unfit("the sources are for little-endian machines")
+        if needs_linux and not sys.platform.startswith("linux"):
+            raise Unfit(f"{source.name} needs Linux")
+        open_library = ctypes.PyDLL if keeps_lock else ctypes.CDLL
+        library = open_library(str(compiled(source, *flags, beside=beside)))
+        for name, (result, arguments) in signatures.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        return make(library)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        log.warning("%s: %s", otherwise, said[0] if said else error)
+    except (OSError, subprocess.SubprocessError, Unfit) as error:
+        log.warning("%s: %s", otherwise, error)
+    return None
 
 
 def compiled(source: Path, *flags: str, beside: Sequence[Path] = ()) -> Path:

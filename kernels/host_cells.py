@@ -8,7 +8,6 @@ Where there is no compiler, `load` answers None and the references in `gather_bl
 import ctypes
 import functools
 import importlib
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kernels.compiled import compiled
+from kernels.compiled import Unfit, loaded
 
 SOURCE = Path(__file__).with_name("cells.c")
 SAMPLE = bytes(range(256)) * 5
@@ -124,17 +123,29 @@ def _rows(digests: NDArray[np.uint64] | None) -> tuple[ctypes.c_void_p, ctypes.c
 @functools.cache
 def load() -> HostCells | None:
     """The compiled functions, or None where they cannot be had or do not do what they should."""
-    try:
-        library = ctypes.CDLL(str(compiled(SOURCE)))
-        # The very code that the package `xxhash` runs, for what `cells.h` leaves to it.
-        own = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-        digest = ctypes.cast(own.XXH3_64bits, ctypes.c_void_p)
-    except (OSError, AttributeError, subprocess.SubprocessError):
-        return None
-    for function in (library.gather_cells, library.scatter_cells, library.digest_cells):
-        function.restype = None
-    made = HostCells(library, digest)
+    address, count = ctypes.c_void_p, ctypes.c_int64
+    cells = [address, address, address, count, address, count, address, address, count]
+    return loaded(
+        SOURCE,
+        signatures={
+            "gather_cells": (None, cells),
+            "scatter_cells": (None, [*cells, address]),
+            "digest_cells": (None, [address, address, count, count, address]),
+        },
+        make=_tried,
+        otherwise="cells are gathered, scattered and digested by numpy, slower",
+    )
+
+
+def _tried(library: ctypes.CDLL) -> HostCells:
+    # The very code that the package `xxhash` runs, for what `cells.h` leaves to it.
+    own = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    function = getattr(own, "XXH3_64bits", None)
+    if function is None:
+        raise Unfit("the package xxhash shows no XXH3_64bits")
+    made = HostCells(library, ctypes.cast(function, ctypes.c_void_p))
     samples = [np.frombuffer(SAMPLE, dtype=np.uint8).reshape(rows, -1) for rows in (1, 5, 20)]
     want = [xxhash.xxh3_64_intdigest(row.tobytes()) for sample in samples for row in sample]
-    found = [digest for sample in samples for digest in made.digests(sample).tolist()]
-    return made if found == want else None
+    if [digest for sample in samples for digest in made.digests(sample).tolist()] != want:
+        raise Unfit(f"{SOURCE.name} computes other digests than xxhash")
+    return made

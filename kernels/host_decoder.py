@@ -10,10 +10,7 @@ product, `kernels.paged_attention` for attention.
 
 import ctypes
 import functools
-import logging
-import subprocess
 import sys
-from collections.abc import Sequence
 from enum import IntFlag
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.compiled import NATIVE, compiled
-
-log = logging.getLogger(__name__)
+from kernels.compiled import NATIVE, Signatures, loaded
 
 SOURCE = Path(__file__).with_name("decoder.c")
 BESIDE = [SOURCE.with_name(name) for name in ("attention.c", "dense.c", "team.c")]
@@ -32,6 +27,23 @@ HUGE_PAGE = 2 << 20
 ADVISE_HUGE = 14  # MADV_HUGEPAGE
 
 _address, _count, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES: Signatures = {
+    "team_made": (_address, [ctypes.c_int]),
+    "team_ended": (None, [_address]),
+    "dense_floats": (_count, [_count, _count]),
+    "dense_lay_out": (None, [_address, _count, _count, _count, _address]),
+    "dense_matrix": (None, [_address, _address, _count, _count, _count, _address]),
+    "attention_scratch": (_count, [_address, ctypes.c_int]),
+    "decoder_scratch": (_count, [_address, _address, ctypes.c_int]),
+    "decoder_product_scratch": (_count, [_address, _count]),
+    "decoder_multiply": (
+        None,
+        [_address, _address, _address, _count, _count, _address, _address],
+    ),
+    "decoder_rows": (None, [_address, _address, _count, _address]),
+    "decoder_attend": (None, [_address, _address]),
+    "decoder_run": (None, [_address, _address, _address, _count, _count]),
+}
 
 
 class Part(IntFlag):
@@ -290,38 +302,12 @@ def huge(num_floats: int) -> Tensor:
 @functools.cache
 def load() -> HostDecoder | None:
     """The compiled functions, or None, said once in the log, where they cannot be had."""
-    if not sys.platform.startswith("linux"):
-        log.warning("the decoder is computed by torch, slower: its own kernels want Linux")
-        return None
-    try:
-        flags = (NATIVE, "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-lm")
-        library = ctypes.CDLL(str(compiled(SOURCE, *flags, beside=BESIDE)))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the decoder is computed by torch, slower: %s", error)
-        return None
-    _declare(library)
-    return HostDecoder(library)
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    integer = ctypes.c_int
-    types: dict[str, tuple[object, Sequence[object]]] = {
-        "team_made": (_address, [integer]),
-        "team_ended": (None, [_address]),
-        "dense_floats": (_count, [_count, _count]),
-        "dense_lay_out": (None, [_address, _count, _count, _count, _address]),
-        "dense_matrix": (None, [_address, _address, _count, _count, _count, _address]),
-        "attention_scratch": (_count, [_address, integer]),
-        "decoder_scratch": (_count, [_address, _address, integer]),
-        "decoder_product_scratch": (_count, [_address, _count]),
-        "decoder_multiply": (
-            None,
-            [_address, _address, _address, _count, _count, _address, _address],
-        ),
-        "decoder_rows": (None, [_address, _address, _count, _address]),
-        "decoder_attend": (None, [_address, _address]),
-        "decoder_run": (None, [_address, _address, _address, _count, _count]),
-    }
-    for name, (result, arguments) in types.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+    return loaded(
+        SOURCE,
+        *(NATIVE, "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-lm"),
+        signatures=SIGNATURES,
+        make=HostDecoder,
+        otherwise="the decoder is computed by torch, slower",
+        beside=BESIDE,
+        needs_linux=True,
+    )

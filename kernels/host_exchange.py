@@ -11,12 +11,10 @@ The reference is `model.comm.GroupComm`: the same calls over a torch process gro
 
 import ctypes
 import functools
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels.compiled import compiled
+from kernels.compiled import loaded
 
 SOURCE = Path(__file__).with_name("host_exchange.c")
 LINE = 64  # bytes: what one core writes lies on a line of its own
@@ -58,18 +56,18 @@ class HostExchange(NamedTuple):
 @functools.cache
 def load() -> HostExchange | None:
     """The compiled functions, or None where they cannot be had: no Linux, or no compiler."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        library = ctypes.CDLL(str(compiled(SOURCE)))
-    except (OSError, subprocess.SubprocessError):
-        return None
     address, count, number, rank = (
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int,
     )  # fmt: skip
-    library.put.argtypes = [address, rank, rank, number, address, address, count, count]
-    library.sum_floats.argtypes = [address, rank, number, address, count, address, count, count]
-    library.await_ranks.argtypes = [address, rank, rank, number, count]
-    library.break_up.argtypes = [address, rank]
-    library.break_up.restype = None
-    return HostExchange(library)
+    return loaded(
+        SOURCE,
+        signatures={
+            "put": (rank, [address, rank, rank, number, address, address, count, count]),
+            "sum_floats": (rank, [address, rank, number, address, count, address, count, count]),
+            "await_ranks": (rank, [address, rank, rank, number, count]),
+            "break_up": (None, [address, rank]),
+        },
+        make=HostExchange,
+        otherwise="ranks exchange what they compute over gloo, slower",
+        needs_linux=True,
+    )

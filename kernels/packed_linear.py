@@ -13,9 +13,7 @@ the processor has. Without a compiler the reference does the work.
 
 import ctypes
 import functools
-import logging
 import math
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,10 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.compiled import compiled
+from kernels.compiled import loaded
 from kernels.host_decoder import Matrix, huge
-
-log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("packed_linear.c")
 TILE = 16  # outputs that lie side by side
@@ -232,21 +228,20 @@ class PackedKernel(NamedTuple):
 @functools.cache
 def load() -> PackedKernel | None:
     """The compiled functions, or None, said once in the log, where they cannot be had."""
-    try:
-        library = ctypes.CDLL(
-            str(compiled(SOURCE, "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-lm"))
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("packed weights are multiplied by torch, slowly: %s", error)
-        return None
-    address, count = ctypes.c_void_p, ctypes.c_int64
-    library.packed_multiply.argtypes = [
-        address, address, count, count, address, address, address, ctypes.c_int,
-    ]  # fmt: skip
-    library.packed_multiply.restype = None
-    library.packed_scratch.argtypes, library.packed_scratch.restype = [address, count], count
-    library.packed_rows.argtypes = [address, address, count, address]
-    library.packed_rows.restype = None
-    library.packed_matrix.argtypes = [address, address, address]
-    library.packed_matrix.restype = None
-    return PackedKernel(library, library.best_instructions())
+    address, count, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    return loaded(
+        SOURCE,
+        *("-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-lm"),
+        signatures={
+            "packed_multiply": (
+                None,
+                [address, address, count, count, address, address, address, integer],
+            ),
+            "packed_scratch": (count, [address, count]),
+            "packed_rows": (None, [address, address, count, address]),
+            "packed_matrix": (None, [address, address, address]),
+            "best_instructions": (integer, []),
+        },
+        make=lambda library: PackedKernel(library, library.best_instructions()),
+        otherwise="packed weights are multiplied by torch, slowly",
+    )

@@ -6,20 +6,32 @@
 
 import ctypes
 import functools
-import subprocess
-import sys
 import weakref
 from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
-from kernels.compiled import compiled
+from kernels.compiled import Signatures, loaded
 from kvcache.block_hash import INDEX_KEY_BYTES
 from kvcache.block_pool import BlockEvent, Stored
 from prefix_index.events import EVENT_BYTES, PackedEvents, pack
 from prefix_index.prefix_table import Life, PlainTable, PrefixTable, Run
 
 SOURCE = Path(__file__).with_name("compact_table.c")
+SIGNATURES: Signatures = {
+    "table_new": (c_void_p, ()),
+    "table_free": (None, (c_void_p,)),
+    "table_num_blocks": (c_uint64, (c_void_p,)),
+    "table_bytes": (c_uint64, (c_void_p,)),
+    "table_held": (c_uint64, (c_void_p, c_uint32)),
+    "table_begin": (c_uint32, (c_void_p,)),
+    "table_retire": (None, (c_void_p, c_uint32)),
+    "table_sweep": (c_int, (c_void_p, c_int64)),
+    "table_apply": (None, (c_void_p, c_uint32, ctypes.c_char_p, c_int64, c_void_p, c_void_p)),
+    "table_entries": (None, (c_void_p, c_uint32, c_void_p)),
+    "table_longest": (c_uint32, (c_void_p, ctypes.c_char_p, c_uint32, c_void_p, c_void_p)),
+    "table_check": (c_int, (c_void_p,)),
+}
 _Sum = c_uint64 * 2
 
 
@@ -109,28 +121,10 @@ def _number(words: "ctypes.Array[c_uint64]") -> int:
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The compiled functions, or None where they cannot be had."""
-    if sys.byteorder != "little":
-        return None
-    try:
-        # A PyDLL keeps the interpreter lock: calls are short, and a table has no lock of its own.
-        library = ctypes.PyDLL(str(compiled(SOURCE)))
-    except (OSError, subprocess.SubprocessError):
-        return None
-    signatures = {
-        "table_new": (c_void_p, ()),
-        "table_free": (None, (c_void_p,)),
-        "table_num_blocks": (c_uint64, (c_void_p,)),
-        "table_bytes": (c_uint64, (c_void_p,)),
-        "table_held": (c_uint64, (c_void_p, c_uint32)),
-        "table_begin": (c_uint32, (c_void_p,)),
-        "table_retire": (None, (c_void_p, c_uint32)),
-        "table_sweep": (c_int, (c_void_p, c_int64)),
-        "table_apply": (None, (c_void_p, c_uint32, ctypes.c_char_p, c_int64, c_void_p, c_void_p)),
-        "table_entries": (None, (c_void_p, c_uint32, c_void_p)),
-        "table_longest": (c_uint32, (c_void_p, ctypes.c_char_p, c_uint32, c_void_p, c_void_p)),
-        "table_check": (c_int, (c_void_p,)),
-    }
-    for name, (returns, takes) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = returns, takes
-    return library
+    return loaded(
+        SOURCE,
+        signatures=SIGNATURES,
+        make=lambda library: library,
+        otherwise="the prefix table is kept in Python, larger and slower",
+        keeps_lock=True,  # the table has none of its own
+    )

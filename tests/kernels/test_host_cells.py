@@ -67,11 +67,3 @@ def test_gather_and_scatter_equal_the_references(
     for layer in range(2):
         both = [store.layer(layer).view(torch.uint8) for store in (compiled, plain)]
         assert torch.equal(*both)
-
-
-def test_without_a_compiler_the_references_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> None:
-        raise FileNotFoundError("cc")
-
-    monkeypatch.setattr(host_cells, "compiled", none)
-    assert host_cells.load.__wrapped__() is None

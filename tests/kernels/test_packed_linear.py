@@ -1,8 +1,5 @@
 """Products with packed weights: exact where they can be, and the same whoever computes them."""
 
-import logging
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -142,18 +139,6 @@ def test_rows_may_lie_apart() -> None:
     made = matrix((20, 64, 0), 8, torch.float16, False)
     x = torch.randn(5, 200)[:, 3:67]
     assert torch.equal(product(made, x), product(made, x.contiguous()))
-
-
-def test_where_nothing_compiles_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(source: Path, *flags: str) -> Path:
-        raise FileNotFoundError("cc")
-
-    monkeypatch.setattr(packed_linear, "compiled", fail)
-    with caplog.at_level(logging.WARNING):
-        assert packed_linear.load.__wrapped__() is None
-    assert "packed weights are multiplied by torch, slowly: cc" in caplog.text
 
 
 @pytest.mark.parametrize("bits", [8, 4])
