@@ -170,7 +170,7 @@ async def test_a_worker_that_was_only_slow_finds_its_blocks_again(index: PrefixI
 
 
 async def test_a_new_life_is_credited_with_nothing_of_the_old_one(index: PrefixIndex) -> None:
-    """A42, A43: same name, same address, the event sequence starts at 0 again."""
+    """Same name, same address, the event sequence starts at 0 again."""
     await index.register(worker(epoch=1), LEASE_S)
     await index.publish("w0", 1, stored(1, 2, 3))
     assert await index.register(worker(epoch=2), LEASE_S) == EMPTY

@@ -118,7 +118,7 @@ async def test_it_follows_changes_between_surveys(index: WatchedIndex, mirror: M
 async def test_a_new_life_is_seen_and_its_predecessor_forgotten_in_one_moment(
     index: WatchedIndex, mirror: Mirror
 ) -> None:
-    """A42: whenever the new record shows, nothing of the old life is credited to it."""
+    """Whenever the new record shows, nothing of the old life is credited to it."""
     await index.register(worker(epoch=1), LEASE_S)
     await index.publish("w0", 1, stored(1, 2))
     await mirror.step()
@@ -173,7 +173,7 @@ async def test_changes_that_never_arrive_are_noticed_within_two_surveys(
 async def test_an_index_that_lost_its_last_writes_is_followed_back(
     index: WatchedIndex, mirror: Mirror, clock: ManualClock
 ) -> None:
-    """F12: a failover to a replica that had not seen the last events."""
+    """A failover to a replica that had not seen the last events."""
     await index.register(worker(), LEASE_S)
     await index.publish("w0", 1, stored(1))
     before = (await index.survey()).members["w0"].residency
@@ -246,7 +246,7 @@ async def test_a_lapsed_lease_removes_the_worker_at_the_next_survey(
 async def test_leases_that_nobody_could_renew_are_not_held_against_the_workers(
     index: WatchedIndex, mirror: Mirror, clock: ManualClock
 ) -> None:
-    """F11: Redis hung for longer than a lease, and is asked before the workers are back."""
+    """Redis hung for longer than a lease, and is asked before the workers are back."""
     await index.register(worker("w0"), LEASE_S)
     await index.register(worker("w1"), LEASE_S)
     await mirror.step()
@@ -262,7 +262,7 @@ async def test_leases_that_nobody_could_renew_are_not_held_against_the_workers(
 async def test_workers_survive_a_wiped_store_for_a_while(
     index: WatchedIndex, mirror: Mirror, clock: ManualClock
 ) -> None:
-    """A47, F09: they are alive, only unknown; requests must go on reaching them."""
+    """They are alive, only unknown; requests must go on reaching them."""
     await index.register(worker("w0"), LEASE_S)
     await index.publish("w0", 1, stored(1))
     await index.register(worker("w1"), LEASE_S)

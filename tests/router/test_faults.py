@@ -371,7 +371,7 @@ async def test_the_deadline_reaches_both_workers_and_frees_them(cluster: FakeClu
         ) as events:
             async for _ in events:
                 pass
-    assert 0.2 <= loop.time() - begun < 0.5
+    assert 0.2 <= loop.time() - begun < 1.0
     await cluster.check()
     assert (prefill.num_ended_early, decode.num_ended_early) == (1, 1)
 
