@@ -153,7 +153,7 @@ async def test_a_wiped_redis_is_told_everything_within_two_heartbeats(server: Re
 async def test_a_killed_and_restarted_worker_gets_no_credit_from_its_old_life(
     server: RedisServer,
 ) -> None:
-    """A42, A43, F16."""
+    """Nothing of the old life is credited to it, and all of the new one is."""
     async with two_workers(server.url) as fleet:
         await fleet.kill_worker("w0")
         await fleet.start_worker("w0")
@@ -165,7 +165,7 @@ async def test_a_killed_and_restarted_worker_gets_no_credit_from_its_old_life(
 
 
 async def test_a_killed_worker_is_gone_when_its_lease_is(server: RedisServer) -> None:
-    """I4: after lease + heartbeat nothing names it; later nothing of it is left at all."""
+    """After lease + heartbeat nothing names it; later nothing of it is left at all."""
     async with two_workers(server.url) as fleet:
         await fleet.kill_worker("w1")
         killed = time.monotonic()
@@ -238,7 +238,7 @@ async def test_a_redis_restarted_empty_on_its_port_is_found_again() -> None:
 async def test_a_full_redis_keeps_every_worker_and_takes_news_when_it_has_room(
     server: RedisServer,
 ) -> None:
-    """Maxmemory with noeviction. Leases go on, for PEXPIRE needs no memory."""
+    """`maxmemory` with noeviction. Leases go on, for PEXPIRE needs no memory."""
     async with two_workers(server.url) as fleet:
         with server.admin() as admin:
             await asyncio.to_thread(admin.config_set, "maxmemory", "100kb")
