@@ -1,6 +1,7 @@
 """One prompt's life on a prefill worker.
 
     open       every rank knows where its share of the blocks goes; decode may not be ready yet
+    fetched    what another worker holds of it is taken from there, if the router says so
     admitted   the engine has taken all the prompt's blocks; cached ones are being shipped already
     computing  chunk by chunk, layer by layer; what is sealed is shipped
     sampled    the first token of each choice leaves for the router at once, and for decode with
@@ -23,6 +24,7 @@ import grpc.aio
 
 from engine.engine import Engine
 from engine.request import Admitted, Request, TokenOutput
+from prefill_worker.borrowing import Borrowing, Fetched
 from prefill_worker.ranks import ShipsPrompts
 from protos import worker_pb2 as pb
 from transport.orders import (
@@ -51,6 +53,7 @@ class _Prompt:
     key: ShipmentKey
     outputs: Outputs
     first_tokens: list[TokenOutput] = field(default_factory=list)
+    fetched: Fetched = field(default_factory=Fetched)
     ends: str = "cancelled"  # why its shipments end, if they have to be aborted
     committed: bool = False
 
@@ -66,6 +69,7 @@ class Prefilling:
         shipper: Shipper,
         ranks: Sequence[ShipsPrompts],
         cleanups: Cleanups,
+        borrowing: Borrowing,
     ) -> None:
         self._engine = engine
         self._intake = intake
@@ -73,6 +77,7 @@ class Prefilling:
         self._shipper = shipper  # rank 0's own: it carries the first tokens
         self._ranks = ranks
         self._cleanups = cleanups
+        self._borrowing = borrowing
 
     async def run(self, call: pb.PrefillRequest) -> PrefillEvents:
         """Yield the events of one call; raises Refused. Close it, and everything is let go."""
@@ -85,6 +90,7 @@ class Prefilling:
         try:
             with refusals():
                 await asyncio.gather(*(rank.open(order) for rank in self._ranks))
+                prompt.fetched = await self._borrowing.fetch(request, call)
                 self._engine.add(request)
                 async with aclosing(self._events(prompt)) as events:
                     async for event in events:
@@ -105,7 +111,7 @@ class Prefilling:
             tokens = [token.to_proto() for token in prompt.first_tokens]
             if goes_on:
                 self._shipper.finish(prompt.request.request_key, tokens)
-            yield _first_tokens(tokens, prompt.request)
+            yield _first_tokens(tokens, prompt)
             if goes_on:
                 reports = await shipped
                 self._confirmed(prompt.key)
@@ -168,13 +174,17 @@ def _admitted(admitted: Admitted) -> pb.PrefillEvent:
     return pb.PrefillEvent(admitted=pb.PrefillAdmitted(cached_tokens=admitted.num_cached_tokens))
 
 
-def _first_tokens(tokens: list[pb.GeneratedToken], request: Request) -> pb.PrefillEvent:
+def _first_tokens(tokens: list[pb.GeneratedToken], prompt: _Prompt) -> pb.PrefillEvent:
+    request, fetched = prompt.request, prompt.fetched
     return pb.PrefillEvent(
         first_tokens=pb.FirstTokens(
             tokens=tokens,
             cached_tokens=request.num_cached_tokens,
             queue_ms=request.queue_ms,
             compute_ms=request.compute_ms,
+            fetched_tokens=fetched.counted(request.num_cached_tokens),
+            fetched_bytes=fetched.num_bytes,
+            fetch_ms=fetched.ms,
         )
     )
 

@@ -4,6 +4,7 @@ open      the rank will ship this prompt as its blocks are sealed; asked before 
           compute any of it
 shipped   answers when decode has committed everything this rank had to give
 abort     answers when nothing of the shipment will be read any more
+borrow    answers when nothing more of another worker's blocks will be written here
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import grpc.aio
 
 from prefill_worker.sealing import SealingObserver
 from protos import rank_pb2, rank_pb2_grpc
+from transport.borrower import Borrowed, Borrower, BorrowOrder
 from transport.orders import ShipmentKey, ShipmentOrder, ShipmentReport, TransferFailed
 from transport.shipper import Shipper
 from worker.refusal import Context, abort_transfer
@@ -29,13 +31,16 @@ class ShipsPrompts(Protocol):
 
     async def abort(self, key: ShipmentKey, reason: str) -> None: ...
 
+    async def borrow(self, order: BorrowOrder) -> Borrowed: ...
+
 
 class LocalRank:
     """The rank in this process."""
 
-    def __init__(self, shipper: Shipper, observer: SealingObserver) -> None:
+    def __init__(self, shipper: Shipper, observer: SealingObserver, borrower: Borrower) -> None:
         self._shipper = shipper
         self._observer = observer
+        self._borrower = borrower
         self._shipments: dict[ShipmentKey, tuple[int, asyncio.Task[ShipmentReport]]] = {}
 
     async def open(self, order: ShipmentOrder) -> None:
@@ -59,6 +64,9 @@ class LocalRank:
         await self._shipper.abort(key, reason)
         await asyncio.gather(task, return_exceptions=True)
 
+    async def borrow(self, order: BorrowOrder) -> Borrowed:
+        return await self._borrower.borrow(order)
+
     def _forget(self, key: ShipmentKey, request_key: int) -> None:
         self._shipments.pop(key, None)
         self._observer.forget(request_key)
@@ -79,6 +87,9 @@ class RemoteRank:
 
     async def abort(self, key: ShipmentKey, reason: str) -> None:
         await self._stub.AbortShipment(rank_pb2.RankAbort(key=key.to_proto(), reason=reason))
+
+    async def borrow(self, order: BorrowOrder) -> Borrowed:
+        return Borrowed.from_proto(await self._stub.Borrow(order.to_proto()))
 
 
 class PrefillRankServicer(rank_pb2_grpc.PrefillRankServicer):
@@ -106,3 +117,6 @@ class PrefillRankServicer(rank_pb2_grpc.PrefillRankServicer):
     ) -> rank_pb2.RankAck:
         await self._rank.abort(ShipmentKey.from_proto(request.key), request.reason)
         return rank_pb2.RankAck()
+
+    async def Borrow(self, request: rank_pb2.BorrowOrder, context: Context) -> rank_pb2.Borrowed:
+        return (await self._rank.borrow(BorrowOrder.from_proto(request))).to_proto()

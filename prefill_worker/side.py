@@ -1,19 +1,24 @@
-"""What a prefill worker does on each rank: ship its heads; on rank 0, answer the router."""
+"""What a prefill worker does on each rank: ship its heads, and take those of blocks that others
+hold; on rank 0, answer the router.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc.aio
 
+from prefill_worker.borrowing import MOST_S, Borrowing
 from prefill_worker.prefilling import Prefilling
 from prefill_worker.ranks import LocalRank, PrefillRankServicer, RemoteRank, ShipsPrompts
 from prefill_worker.sealing import SealingObserver
 from prefill_worker.settings import PrefillSettings
 from prefix_index.index import Role
 from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from transport.borrower import Borrower
 from transport.cells_servicer import CellsServicer, PinsBlocks
 from transport.config import TransportConfig
 from transport.counts import TransferCounts
+from transport.pull import GrpcPuller
 from transport.shipper import Shipper
 from worker.named_blocks import NamedBlocks
 from worker.refusal import Context
@@ -32,7 +37,10 @@ class PrefillSide:
             lease_s=settings.transfer_lease_s, max_call_bytes=settings.max_call_bytes
         )
         self._store = parts.store
+        self._clock = context.clock
+        self._block_size = parts.spec.block_size
         self._lenders = ThreadPoolExecutor(1, "kv-lend")
+        self._borrowers = ThreadPoolExecutor(1, "kv-borrow")
         self._shipper = Shipper(
             context.identity,
             parts.head_map.kv,
@@ -49,7 +57,15 @@ class PrefillSide:
             parts.spec.block_size,
             finishes_prompts=context.identity.rank > 0,
         )
-        self.rank = LocalRank(self._shipper, self.observer)
+        borrower = Borrower(
+            context.identity.rank,
+            parts.kv_heads,
+            parts.store,
+            GrpcPuller(MOST_S),
+            self._borrowers,
+            self._config,
+        )
+        self.rank = LocalRank(self._shipper, self.observer, borrower)
 
     @property
     def open_transfers(self) -> int:
@@ -76,8 +92,17 @@ class PrefillSide:
         transfer_pb2_grpc.add_CellsServicer_to_server(cells, server)
 
     def prefilling(self, front: Front, ranks: Sequence[ShipsPrompts]) -> Prefilling:
+        borrowing = Borrowing(
+            front.engine, self._identity, self._block_size, ranks, front.cleanups, self._clock
+        )
         return Prefilling(
-            front.engine, front.intake, self._identity, self._shipper, ranks, front.cleanups
+            front.engine,
+            front.intake,
+            self._identity,
+            self._shipper,
+            ranks,
+            front.cleanups,
+            borrowing,
         )
 
     async def start(self) -> None:
@@ -86,6 +111,7 @@ class PrefillSide:
     async def close(self) -> None:
         await self._shipper.close()
         self._lenders.shutdown()
+        self._borrowers.shutdown()
 
     def _cells(self, blocks: PinsBlocks | None = None) -> CellsServicer:
         lend = self._shipper.lend

@@ -208,7 +208,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., journey: _Optional[_Union[Journey, _Mapping]] = ...) -> None: ...
 
 class Journey(_message.Message):
-    __slots__ = ("prefill", "decode", "wire", "prompt_blocks", "prefill_cached_blocks", "decode_cached_blocks", "computed_tokens", "shipped_blocks", "shipped_bytes", "transfer_ms", "ttft_ms", "tpot_ms", "attempts", "prefill_block_size", "decode_block_size")
+    __slots__ = ("prefill", "decode", "wire", "prompt_blocks", "prefill_cached_blocks", "decode_cached_blocks", "computed_tokens", "shipped_blocks", "shipped_bytes", "transfer_ms", "ttft_ms", "tpot_ms", "attempts", "prefill_block_size", "decode_block_size", "holder", "fetched_tokens", "fetched_bytes", "fetch_ms")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,10 @@ class Journey(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DECODE_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_MS_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     wire: str
@@ -239,7 +243,11 @@ class Journey(_message.Message):
     attempts: int
     prefill_block_size: int
     decode_block_size: int
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., wire: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., prefill_cached_blocks: _Optional[int] = ..., decode_cached_blocks: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., shipped_blocks: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_block_size: _Optional[int] = ..., decode_block_size: _Optional[int] = ...) -> None: ...
+    holder: str
+    fetched_tokens: int
+    fetched_bytes: int
+    fetch_ms: float
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., wire: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., prefill_cached_blocks: _Optional[int] = ..., decode_cached_blocks: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., shipped_blocks: _Optional[int] = ..., shipped_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_block_size: _Optional[int] = ..., decode_block_size: _Optional[int] = ..., holder: _Optional[str] = ..., fetched_tokens: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_ms: _Optional[float] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -260,13 +268,14 @@ class ExplainResponse(_message.Message):
     def __init__(self, explanation: _Optional[_Union[Explanation, _Mapping]] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("prompt_tokens", "prompt_blocks", "chosen_prefill", "chosen_decode", "reason", "candidates", "action", "retry_after_ms")
+    __slots__ = ("prompt_tokens", "prompt_blocks", "chosen_prefill", "chosen_decode", "reason", "candidates", "chosen_holder", "action", "retry_after_ms")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_DECODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_HOLDER_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
@@ -275,12 +284,13 @@ class Explanation(_message.Message):
     chosen_decode: str
     reason: str
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    chosen_holder: str
     action: str
     retry_after_ms: float
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., chosen_prefill: _Optional[str] = ..., chosen_decode: _Optional[str] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., action: _Optional[str] = ..., retry_after_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., chosen_prefill: _Optional[str] = ..., chosen_decode: _Optional[str] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., chosen_holder: _Optional[str] = ..., action: _Optional[str] = ..., retry_after_ms: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("prefill", "decode", "cost_ms", "terms_ms", "prefill_matched_blocks", "decode_matched_blocks", "refused", "prefill_matched_tokens", "decode_matched_tokens", "action")
+    __slots__ = ("prefill", "decode", "cost_ms", "terms_ms", "prefill_matched_blocks", "decode_matched_blocks", "refused", "prefill_matched_tokens", "decode_matched_tokens", "action", "holder", "fetched_tokens")
     class TermsMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +308,8 @@ class Candidate(_message.Message):
     PREFILL_MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     cost_ms: float
@@ -308,4 +320,6 @@ class Candidate(_message.Message):
     prefill_matched_tokens: int
     decode_matched_tokens: int
     action: str
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., cost_ms: _Optional[float] = ..., terms_ms: _Optional[_Mapping[str, float]] = ..., prefill_matched_blocks: _Optional[int] = ..., decode_matched_blocks: _Optional[int] = ..., refused: _Optional[str] = ..., prefill_matched_tokens: _Optional[int] = ..., decode_matched_tokens: _Optional[int] = ..., action: _Optional[str] = ...) -> None: ...
+    holder: str
+    fetched_tokens: int
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., cost_ms: _Optional[float] = ..., terms_ms: _Optional[_Mapping[str, float]] = ..., prefill_matched_blocks: _Optional[int] = ..., decode_matched_blocks: _Optional[int] = ..., refused: _Optional[str] = ..., prefill_matched_tokens: _Optional[int] = ..., decode_matched_tokens: _Optional[int] = ..., action: _Optional[str] = ..., holder: _Optional[str] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...

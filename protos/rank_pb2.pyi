@@ -72,6 +72,30 @@ class ShipmentOrder(_message.Message):
     other_wires: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., request_key: _Optional[int] = ..., num_tokens: _Optional[int] = ..., target: _Optional[_Union[_worker_pb2.DecodeTarget, _Mapping]] = ..., wire: _Optional[str] = ..., other_wires: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class BorrowOrder(_message.Message):
+    __slots__ = ("key", "names", "block_ids", "holder", "timeout_ms")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    key: _transfer_pb2.ShipmentKey
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    holder: _worker_pb2.Holder
+    timeout_ms: int
+    def __init__(self, key: _Optional[_Union[_transfer_pb2.ShipmentKey, _Mapping]] = ..., names: _Optional[_Iterable[bytes]] = ..., block_ids: _Optional[_Iterable[int]] = ..., holder: _Optional[_Union[_worker_pb2.Holder, _Mapping]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class Borrowed(_message.Message):
+    __slots__ = ("whole_blocks", "bytes", "why")
+    WHOLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    whole_blocks: int
+    bytes: int
+    why: str
+    def __init__(self, whole_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+
 class ShipmentReport(_message.Message):
     __slots__ = ("chunks", "bytes", "transfer_ms")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]

@@ -50,6 +50,11 @@ class PrefillRankStub:
                 request_serializer=protos_dot_rank__pb2.RankAbort.SerializeToString,
                 response_deserializer=protos_dot_rank__pb2.RankAck.FromString,
                 _registered_method=True)
+        self.Borrow = channel.unary_unary(
+                '/kvferry.v1.PrefillRank/Borrow',
+                request_serializer=protos_dot_rank__pb2.BorrowOrder.SerializeToString,
+                response_deserializer=protos_dot_rank__pb2.Borrowed.FromString,
+                _registered_method=True)
 
 
 class PrefillRankServicer:
@@ -76,6 +81,13 @@ class PrefillRankServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Borrow(self, request, context):
+        """Takes this rank's heads of blocks from another worker; answers once nothing is written any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillRankServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_PrefillRankServicer_to_server(servicer, server):
                     servicer.AbortShipment,
                     request_deserializer=protos_dot_rank__pb2.RankAbort.FromString,
                     response_serializer=protos_dot_rank__pb2.RankAck.SerializeToString,
+            ),
+            'Borrow': grpc.unary_unary_rpc_method_handler(
+                    servicer.Borrow,
+                    request_deserializer=protos_dot_rank__pb2.BorrowOrder.FromString,
+                    response_serializer=protos_dot_rank__pb2.Borrowed.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class PrefillRank:
             '/kvferry.v1.PrefillRank/AbortShipment',
             protos_dot_rank__pb2.RankAbort.SerializeToString,
             protos_dot_rank__pb2.RankAck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Borrow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.PrefillRank/Borrow',
+            protos_dot_rank__pb2.BorrowOrder.SerializeToString,
+            protos_dot_rank__pb2.Borrowed.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,7 +22,7 @@ class WorkRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., tenant_key: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("work", "transfer_id", "attempt", "expected_instance", "target", "wire", "max_chunk_tokens", "other_wires")
+    __slots__ = ("work", "transfer_id", "attempt", "expected_instance", "target", "wire", "max_chunk_tokens", "other_wires", "fetch")
     WORK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class PrefillRequest(_message.Message):
     WIRE_FIELD_NUMBER: _ClassVar[int]
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OTHER_WIRES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     work: WorkRequest
     transfer_id: bytes
     attempt: int
@@ -39,7 +40,18 @@ class PrefillRequest(_message.Message):
     wire: str
     max_chunk_tokens: int
     other_wires: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, work: _Optional[_Union[WorkRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., expected_instance: _Optional[str] = ..., target: _Optional[_Union[DecodeTarget, _Mapping]] = ..., wire: _Optional[str] = ..., max_chunk_tokens: _Optional[int] = ..., other_wires: _Optional[_Iterable[str]] = ...) -> None: ...
+    fetch: Fetch
+    def __init__(self, work: _Optional[_Union[WorkRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., expected_instance: _Optional[str] = ..., target: _Optional[_Union[DecodeTarget, _Mapping]] = ..., wire: _Optional[str] = ..., max_chunk_tokens: _Optional[int] = ..., other_wires: _Optional[_Iterable[str]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("holder", "num_blocks", "timeout_ms")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    holder: Holder
+    num_blocks: int
+    timeout_ms: int
+    def __init__(self, holder: _Optional[_Union[Holder, _Mapping]] = ..., num_blocks: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class DecodeTarget(_message.Message):
     __slots__ = ("worker", "instance", "epoch", "rank_addresses", "kv_head_starts", "kv_head_stops", "block_size")
@@ -76,16 +88,22 @@ class PrefillAdmitted(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "cached_tokens", "queue_ms", "compute_ms")
+    __slots__ = ("tokens", "cached_tokens", "queue_ms", "compute_ms", "fetched_tokens", "fetched_bytes", "fetch_ms")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_MS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[GeneratedToken]
     cached_tokens: int
     queue_ms: float
     compute_ms: float
-    def __init__(self, tokens: _Optional[_Iterable[_Union[GeneratedToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ...) -> None: ...
+    fetched_tokens: int
+    fetched_bytes: int
+    fetch_ms: float
+    def __init__(self, tokens: _Optional[_Iterable[_Union[GeneratedToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_ms: _Optional[float] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("computed_tokens", "shipped_bytes", "transfer_ms")

@@ -37,6 +37,7 @@ from transport.orders import Identity
 from worker.admin import Doors
 from worker.cleanups import Cleanups
 from worker.ledgers import open_ledger
+from worker.named_blocks import NamedBlocks
 from worker.quarantines import GroupQuarantines
 from worker.rank_parts import RankParts, build_rank, manifest_of
 from worker.role import Front, RankContext
@@ -107,18 +108,32 @@ async def prefill_worker(
 
 
 @asynccontextmanager
-async def calls_answered(prefill: PrefillWorker) -> AsyncIterator[None]:
+async def calls_answered(worker: Worker) -> AsyncIterator[list[str]]:
     """Its ranks hand out cells by calls of their own, too, as they do in a process of theirs."""
+    addresses = []
     async with AsyncExitStack() as stack:
-        for side in prefill.sides:
-            assert isinstance(side, PrefillSide)
+        for side in worker.sides:
             server = grpc.aio.server(options=server_options())
-            transfer_pb2_grpc.add_CellsServicer_to_server(side._cells(), server)
+            cells = side._cells(NamedBlocks(worker.engine))
+            transfer_pb2_grpc.add_CellsServicer_to_server(cells, server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, 0)
-            prefill.addresses.append(f"127.0.0.1:{port}")
-        yield
+            addresses.append(f"127.0.0.1:{port}")
+        if isinstance(worker, PrefillWorker):
+            worker.addresses.extend(addresses)
+        yield addresses
+
+
+def holder(worker: Worker, addresses: Sequence[str]) -> pb.Holder:
+    """As the router names who holds blocks."""
+    heads = worker.parts[0].head_map.kv
+    return pb.Holder(
+        instance=worker.identity.instance,
+        rank_addresses=addresses,
+        kv_head_starts=[run.start for run in heads],
+        kv_head_stops=[run.stop for run in heads],
+    )
 
 
 @asynccontextmanager
@@ -154,6 +169,7 @@ class Answer:
     decode_cached_blocks: int
     shipped_blocks: int
     shipped_bytes: int
+    fetched_tokens: int
 
 
 async def disaggregated(
@@ -162,9 +178,11 @@ async def disaggregated(
     prompt: list[int],
     params: SamplingParams,
     max_chunk_tokens: int = 0,
+    fetch: pb.Fetch | None = None,
 ) -> Answer:
     """What the router does when nothing goes wrong: both legs at once, decode's tokens."""
-    prefill_leg, decode_leg = open_legs(prefill, decode, prompt, params, max_chunk_tokens)
+    legs = open_legs(prefill, decode, prompt, params, max_chunk_tokens, fetch)
+    prefill_leg, decode_leg = legs
     try:
         sent, received = await asyncio.gather(prefill_leg, decode_leg)
     finally:
@@ -181,11 +199,14 @@ def open_legs(
     prompt: list[int],
     params: SamplingParams,
     max_chunk_tokens: int = 0,
+    fetch: pb.Fetch | None = None,
 ) -> "tuple[asyncio.Future[list[pb.PrefillEvent]], asyncio.Future[list[pb.DecodeEvent]]]":
     """Both calls of one attempt, each for itself to be awaited or cancelled."""
     work = work_request(prompt, params)
     transfer_id = next(_serial).to_bytes(16, "big")
     prefill_call = prefill_request(work, transfer_id, decode, max_chunk_tokens)
+    if fetch is not None:
+        prefill_call.fetch.CopyFrom(fetch)
     decode_call = decode_request(work, transfer_id, prefill)
     assert prefill.prefilling is not None and decode.decoding is not None
     return (
@@ -264,6 +285,7 @@ def _answer(n: int, sent: list[pb.PrefillEvent], received: list[pb.DecodeEvent])
         reserved.cached_blocks,
         adopted.shipped_blocks,
         adopted.shipped_bytes,
+        first.fetched_tokens,
     )
 
 
