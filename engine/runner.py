@@ -54,10 +54,14 @@ class Runner:
         batch = make_batch(plan, self._store.spec.block_size, self._store.layer(0).device)
 
         def on_layer(layer: int) -> None:
+            self._store.layer_written(layer)
             if observer is not None:
                 observer.layer_done(layer, plan)
 
-        logits_RV = self._model.forward(batch, self._store, on_layer)
+        try:
+            logits_RV = self._model.forward(batch, self._store, on_layer)
+        finally:  # whatever part of it was asked for
+            self._store.step_ended()
         if observer is not None:
             observer.end(plan)
         return logits_RV

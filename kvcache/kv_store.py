@@ -15,11 +15,13 @@ from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
 from kvcache import host_memory
+from kvcache.device_cells import DeviceCells
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten, KeptDigests
 from kvcache.layout import MEMORY_ORDER, KvLayout
 from kvcache.pool_cells import PoolCells
 from kvcache.spec import CacheSpec, LayerGroup, LayerKind, ShardAxis
+from kvcache.streams import CudaDevice
 
 DTYPES = {
     "float32": torch.float32,
@@ -41,7 +43,9 @@ class KvStore:
         num_blocks: int,
         device: str | torch.device = "cpu",
         layout: KvLayout = KvLayout.HEAD_MAJOR,
+        on_device: DeviceCells | None = None,
     ) -> None:
+        """`on_device` moves cells where it is given, or else on a CUDA device by itself."""
         spec.validate()
         if not 0 <= kv_heads.start < kv_heads.stop <= spec.num_kv_heads:
             raise ValueError(f"{kv_heads} is not a run of the {spec.num_kv_heads} KV heads")
@@ -55,7 +59,12 @@ class KvStore:
                 self._layers[layer] = _pool(shape, layout, DTYPES[spec.dtype], device)
         num_planes = {layer: len(g.planes) for g in spec.groups for layer in g.layers}
         self.kept = KeptDigests(num_blocks, len(kv_heads), num_planes)
-        self._cells = PoolCells(spec, kv_heads, self._layers, num_blocks, kept=self.kept)
+        if on_device is None and torch.device(device).type == "cuda":
+            on_device = DeviceCells(CudaDevice(torch.device(device)))
+        self._on_device = on_device
+        self._cells = PoolCells(
+            spec, kv_heads, self._layers, num_blocks, kept=self.kept, on_device=on_device
+        )
 
     @property
     def num_layers(self) -> int:
@@ -64,6 +73,20 @@ class KvStore:
     def layer(self, layer: int) -> Tensor:
         """The live pool_NPHSD of one layer. Who writes to it says so (`kept.forget`)."""
         return self._layers[layer]
+
+    def layer_written(self, layer: int) -> None:
+        """Said by who computes a step, once it has asked for all of the layer's KV: what is
+        gathered of the layer from now on has it in.
+        """
+        if self._on_device is not None:
+            self._on_device.layer_written([layer])
+
+    def step_ended(self) -> None:
+        """Said by who computes a step, once it has asked for all of it: what is scattered from now
+        on comes after it.
+        """
+        if self._on_device is not None:
+            self._on_device.step_ended()
 
     def recheck(self, block_ids: Sequence[int]) -> list[int]:
         """Digest these blocks anew; returns those that are not what they were when cached.
@@ -116,6 +139,8 @@ class KvStore:
             src_C, dst_C = (self._ids(block_ids) for block_ids in zip(*run, strict=True))
             for pool_NPHSD in self._layers.values():
                 copy_blocks(pool_NPHSD, src_C, dst_C)
+        if pairs and self._on_device is not None:
+            self._on_device.layer_written(list(self._layers))
 
     def poison(self) -> None:
         """Fill every slot with what no one may read: NaN, or a telling number where there is none.
@@ -126,6 +151,9 @@ class KvStore:
         for pool_NPHSD in self._layers.values():
             floating = pool_NPHSD.dtype.is_floating_point
             pool_NPHSD.fill_(float("nan") if floating else -0x0BADCAFE)
+        if self._on_device is not None:
+            self._on_device.layer_written(list(self._layers))
+            self._on_device.step_ended()
 
     def _ids(self, block_ids: Sequence[int]) -> Tensor:
         assert all(0 <= i < self.num_blocks for i in block_ids), (

@@ -21,6 +21,7 @@ from kernels import host_cells
 from kernels.gather_blocks import gather_cells
 from kernels.scatter_blocks import scatter_cells
 from kvcache.cells import bad_cells, cell_digests
+from kvcache.device_cells import DeviceCells
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten, KeptDigests
 from kvcache.spec import CacheSpec
@@ -37,10 +38,12 @@ class PoolCells:
         num_blocks: int,
         parts: int = 1,
         kept: KeptDigests | None = None,
+        on_device: DeviceCells | None = None,
     ) -> None:
         """With `parts`, part p of block b counts as block b * parts + p, of S / parts slots.
 
-        `kept` are the digests of whole blocks: those of parts are not kept.
+        `kept` are the digests of whole blocks: those of parts are not kept. `on_device` does the
+        work where the layers are a device's.
         """
         self.spec = replace(spec, block_size=spec.block_size // parts)
         self._whole = spec
@@ -49,8 +52,8 @@ class PoolCells:
         self._num_blocks = num_blocks * parts
         self._parts = parts
         self._kept = kept
-        on_host = next(iter(layers.values())).device.type == "cpu"
-        self._host = host_cells.load() if on_host else None
+        self._on_device = on_device
+        self._host = host_cells.load() if on_device is None else None
 
     def cut(self, block_size: int) -> "PoolCells":
         """The same cells, in blocks of fewer tokens. Raises ValueError for what does not divide."""
@@ -59,7 +62,8 @@ class PoolCells:
             raise ValueError(f"blocks of {self.spec.block_size} tokens have none of {block_size}")
         whole, num_blocks = self._whole, self._num_blocks // self._parts
         parts *= self._parts
-        return PoolCells(whole, self._kv_heads, self._layers, num_blocks, parts, self._kept)
+        kept, on_device = self._kept, self._on_device
+        return PoolCells(whole, self._kv_heads, self._layers, num_blocks, parts, kept, on_device)
 
     def gather_cells(
         self,
@@ -98,11 +102,14 @@ class PoolCells:
                 address, stride = pool_NPHSD.data_ptr(), cells_BHPC.strides[0]
                 own_BN = None if digests_BN is None else digests_BN[:, first:]
                 self._host.gather(address, layout, ids_B, cells, stride, own_BN)
+        elif self._on_device is not None:
+            self._check_ids(block_ids)
+            self._on_device.gather(layer, pool_NPHSD, block_ids, runs, self._parts, cells_BHPC)
         else:
             block_ids_B = self._ids(block_ids, pool_NPHSD.device)
             taken = 0
             for lo, hi in runs:
-                run_BHPSD = gather_cells(pool_NPHSD, block_ids_B, (lo, hi), self._parts).cpu()
+                run_BHPSD = gather_cells(pool_NPHSD, block_ids_B, (lo, hi), self._parts)
                 run_BHPC = (
                     run_BHPSD.view(torch.uint8).numpy().reshape(len(block_ids), hi - lo, *shape[2:])
                 )
@@ -184,15 +191,22 @@ class PoolCells:
                 misses_BN = None if digests_BN is None else bad_BN[:, first:]
                 self._host.scatter(address, layout, ids_B, run_cells, stride, proofs_BN, misses_BN)
             return np.flatnonzero(bad_BN)
+        cell_bytes = self.spec.block_size * head_dim * pool_NPHSD.element_size()
+        rows = raw.reshape(math.prod(shape[:3]), cell_bytes)
         bad = np.empty(0, dtype=np.intp)
         if digests is not None:
-            bad = bad_cells(raw.reshape(math.prod(shape[:3]), -1), digests)
-        owned = torch.empty(want, dtype=torch.uint8)  # aligned, and torch refuses read-only arrays
-        owned.numpy()[:] = raw
+            bad = bad_cells(rows, digests)
         if len(bad):  # put what is there in place of what is not to be written
-            rows = owned.numpy().reshape(math.prod(shape[:3]), -1)
+            rows = rows.copy()
             rows[bad] = self.gather_cells(layer, block_ids, heads)[bad]
-        cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape).to(pool_NPHSD.device)
+        if self._on_device is not None:
+            self._check_ids(block_ids)
+            cells_BHPC = rows.reshape(*shape[:3], cell_bytes)
+            self._on_device.scatter(pool_NPHSD, block_ids, runs, self._parts, cells_BHPC)
+            return bad
+        owned = torch.empty(want, dtype=torch.uint8)  # aligned, and torch refuses read-only arrays
+        owned.numpy()[:] = rows.reshape(-1)
+        cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape)
         block_ids_B = self._ids(block_ids, pool_NPHSD.device)
         taken = 0
         for lo, hi in runs:
