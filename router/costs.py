@@ -32,15 +32,19 @@ def left_decode_ms(prompt: Prompt, decode: Replica, weights: Weights) -> float:
 
 def shipping_ms(
     prompt: Prompt, prefill: Replica, decode: Replica, link: Link, weights: Weights
-) -> tuple[float, float]:
-    """What is not hidden of the shipment, and how far it goes."""
+) -> tuple[float, float, float]:
+    """The time on the link, how much of it the compute hides at most, and how far it goes."""
     num_bytes = prompt.shipped_bytes(prefill, decode)
     if not num_bytes:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     link_ms = link.curve.ms(num_bytes, link.in_flight_bytes)
-    # Layer by layer: all but the first layer's compute can hide the sending of the one before.
-    hidden_ms = prompt.compute_ms(prefill) * (prompt.num_layers - 1) / prompt.num_layers
-    return max(0.0, link_ms - hidden_ms), _distance_ms(prefill, decode, weights)
+    hidden_ms = hides_ms(prompt, prompt.compute_ms(prefill))
+    return link_ms, hidden_ms, _distance_ms(prefill, decode, weights)
+
+
+def hides_ms(prompt: Prompt, compute_ms: float) -> float:
+    """Layer by layer: all but the first layer's compute can hide the sending of the one before."""
+    return compute_ms * (prompt.num_layers - 1) / prompt.num_layers
 
 
 def pair_terms(
@@ -52,14 +56,14 @@ def pair_terms(
     weights: Weights,
 ) -> Terms:
     compute_ms = prompt.compute_ms(prefill)
-    link_ms, distance_ms = shipping_ms(prompt, prefill, decode, link, weights)
+    link_ms, hidden_ms, distance_ms = shipping_ms(prompt, prefill, decode, link, weights)
     late_ms = late_first_ms(prompt, prefill, compute_ms, weights)
     left_ms = left_prefill_ms(prompt, prefill, weights)
     return Terms(
         queue_ms=prefill.queue_ms,
         compute_ms=compute_ms,
         dispatch_ms=prefill.dispatch_ms,
-        link_ms=link_ms,
+        link_ms=max(0.0, link_ms - hidden_ms),
         admission_ms=weights.handoff_ms + wait_ms(prompt, decode, weights),
         followers_ms=followers * compute_ms,
         streaming_ms=weights.streaming * prompt.output_tokens * decode.joined_step_ms,

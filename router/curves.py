@@ -9,6 +9,7 @@ workers of the fleet need. `PrefillFit`, `DecodeFit` and `LinkFit` learn; the cu
 know at one moment: plain numbers, which a decision may use as often as it likes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.least_squares import LeastSquares, Prior
@@ -60,6 +61,18 @@ class LinkCurve:
 
     def ms(self, num_bytes: float, in_flight_bytes: float = 0.0) -> float:
         return self.shipment_ms + self.byte_ms * (num_bytes + in_flight_bytes)
+
+
+INSTANT = LinkCurve(0.0, 0.0)
+
+
+def least_of(curves: Iterable[LinkCurve]) -> LinkCurve:
+    """One that is never above any of them."""
+    known = list(curves)
+    return LinkCurve(
+        min((each.shipment_ms for each in known), default=0.0),
+        min((each.byte_ms for each in known), default=0.0),
+    )
 
 
 def looks_of(uncached_tokens: int, cached_tokens: int) -> float:

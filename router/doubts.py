@@ -45,7 +45,6 @@ class Doubts:
     def why(self, party: Party) -> str:
         """Why the party is left out now; empty when it is not."""
         doubt = self._doubts.get(party)
-        now = self._clock.now()
-        if doubt is None or now >= doubt.until:
+        if doubt is None or (now := self._clock.now()) >= doubt.until:
             return ""
         return f"failed {now - doubt.since:.1f} s ago: {doubt.reason}"

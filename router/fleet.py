@@ -19,6 +19,7 @@ from engine.clock import Clock
 from kvcache.block_hash import BlockHash, Namespace
 from prefix_index.index import Manifest, Role, WorkerRecord
 from prefix_index.prefix_table import Run
+from router.curves import least_of
 from router.doubts import Doubts, Party
 from router.kinds import compare, compare_links
 from router.pace import Pace
@@ -74,7 +75,8 @@ class Fleet:
         self._leaving: list[grpc.aio.Channel] = []
         self._compared_at = clock.now()
         self._compared: set[str] = set()  # instances
-        self._untried = UNTRIED
+        self._sides: tuple[dict[str, Worker], dict[str, Worker]] = ({}, {})  # prefill's, decode's
+        self._untried = self._fastest = UNTRIED
         self._links: dict[tuple[str, str], Link] = {}  # by pair of instances
 
     async def run(self, every_s: float = 0.25) -> None:
@@ -165,14 +167,13 @@ class Fleet:
             return excluded.get(party, "") or ("" if trusting else self.doubts.why(party))
 
         self._compare_workers()
-        workers = list(self._workers.values())
         matched = self._matches(names)
         for instance, kept_tokens in (kept or {}).items():
             if (worker := self._workers.get(instance)) is not None:
                 known = matched.get(worker.name, NO_MATCH)
                 matched[worker.name] = replace(known, tokens=max(known.tokens, kept_tokens))
-        state = State(self._links, self._untried, self._pace, self._clock.now())
-        return take_snapshot(asked, workers, matched, state, refused)
+        state = State(self._links, self._untried, self._fastest, self._pace, self._clock.now())
+        return take_snapshot(asked, *self._sides, matched, state, refused)
 
     def book(
         self,
@@ -211,7 +212,16 @@ class Fleet:
         if now - self._compared_at >= COMPARE_S or self._compared != self._workers.keys():
             compare(self._workers.values())
             self._untried = compare_links(self._links)
+            self._fastest = least_of(
+                [self._untried, *(each.curve for each in self._links.values())]
+            )
             self._compared_at, self._compared = now, set(self._workers)
+            self._sides = self._side(Role.PREFILL), self._side(Role.DECODE)
+
+    def _side(self, role: Role) -> dict[str, Worker]:
+        """By name, in order; of two lives seen at once, the later one."""
+        chosen = sorted(self._workers.values(), key=lambda each: (each.name, each.record.epoch))
+        return {each.name: each for each in chosen if each.record.role is role}
 
     def _link(self, prefill: Worker, decode: Worker) -> Link:
         pair = (prefill.record.instance, decode.record.instance)
@@ -262,15 +272,16 @@ class Fleet:
         for worker in self._workers.values():
             if worker.unfit:
                 continue
-            manifest = worker.record.manifest
+            record = worker.record
+            manifest = record.manifest
             shape = (manifest.namespace, manifest.block_size)
             if shape not in found:
                 named = names(Namespace(bytes.fromhex(manifest.namespace)), manifest.block_size)
                 found[shape] = (named, self._mirror.runs(named))
             named, held = found[shape]
-            run, size = held.get(worker.name, NO_RUN), manifest.block_size
-            expected = self.sightings.expected(named, worker.record.instance, run.num_blocks)
+            run, size = held.get(record.name, NO_RUN), manifest.block_size
+            expected = self.sightings.expected(named, record.instance, run.num_blocks)
             if expected:
                 host_tokens = run.num_in_host * size
-                matched[worker.name] = Match(run.num_blocks * size, expected * size, host_tokens)
+                matched[record.name] = Match(run.num_blocks * size, expected * size, host_tokens)
         return matched

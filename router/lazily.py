@@ -3,10 +3,11 @@ few.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import TypeVar, overload
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+Other = TypeVar("Other")
 
 
 class Lazily(Mapping[Key, Value]):
@@ -20,12 +21,26 @@ class Lazily(Mapping[Key, Value]):
         self._found: dict[Key, Value | None] = {}
 
     def __getitem__(self, key: Key) -> Value:
-        if key not in self._found:
-            self._found[key] = self._find(key)
-        value = self._found[key]
+        value = self._value(key)
         if value is None:
             raise KeyError(key)
         return value
+
+    @overload
+    def get(self, key: Key, /) -> Value | None: ...
+
+    @overload
+    def get(self, key: Key, /, default: Value | Other) -> Value | Other: ...
+
+    def get(self, key: Key, /, default: Value | Other | None = None) -> Value | Other | None:
+        """As a mapping's, without an exception for each key that has no value."""
+        value = self._value(key)
+        return default if value is None else value
+
+    def _value(self, key: Key) -> Value | None:
+        if key not in self._found:
+            self._found[key] = self._find(key)
+        return self._found[key]
 
     def __iter__(self) -> Iterator[Key]:
         return (key for key in self._keys() if key in self)

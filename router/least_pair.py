@@ -1,33 +1,55 @@
 """The cheapest pair of a row and a column, without looking at every pair.
 
-A pair costs what its row costs, what its column costs, and something that only the pair knows and
-that is never negative. So a sum of row and column is the least that pair can cost, and pairs are
-looked at in order of that until none can be cheaper any more. Costs are whole numbers: where they
-are equal, the row and then the column that comes first in the argument is taken.
+A pair costs what its row costs, what its column costs, and something that only the pair knows: no
+less than what the column needs beyond what the row hides, and never negative. So a least cost of
+each pair is known beforehand, and pairs are looked at in order of that until none can be cheaper
+any more. Costs are whole numbers: where they are equal, the row and then the column that comes
+first in the argument is taken.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    cost: int
+    hides: int = 0
+
+
+class Column(NamedTuple):
+    cost: int
+    needs: int = 0
 
 
 def least_pair(
-    rows: Sequence[int], columns: Sequence[int], extra: Callable[[int, int], int | None]
+    rows: Sequence[Row],
+    columns: Sequence[Column],
+    extra: Callable[[int, int], int],
+    usable: Callable[[int, int], bool],
 ) -> tuple[int, int, int] | None:
-    """(cost, row, column), or None when `extra` is None for every pair: it cannot be used."""
+    """(cost, row, column), or None when no pair is usable, which is only asked of few."""
     if not rows or not columns:
         return None
-    by_cost = sorted((cost, at) for at, cost in enumerate(columns))
-    cheapest_column = by_cost[0][0]
+    orders: dict[int, list[tuple[int, int]]] = {}  # rows that hide as much see columns alike
+
+    def order(hides: int) -> list[tuple[int, int]]:
+        if hides not in orders:
+            costs = ((cost + max(0, needs - hides), at) for at, (cost, needs) in enumerate(columns))
+            orders[hides] = sorted(costs)
+        return orders[hides]
+
     best: tuple[int, int, int] | None = None
-    for row_cost, row in sorted((cost, at) for at, cost in enumerate(rows)):
-        if best is not None and (row_cost + cheapest_column, row) > best[:2]:
-            if row_cost + cheapest_column > best[0]:
+    bounds = sorted((row.cost + order(row.hides)[0][0], at) for at, row in enumerate(rows))
+    for bound, row in bounds:
+        if best is not None and (bound, row) > best[:2]:
+            if bound > best[0]:
                 break
             continue
-        for column_cost, column in by_cost:
-            bound = (row_cost + column_cost, row, column)
-            if best is not None and bound > best:
+        cost, hides = rows[row]
+        for least, column in order(hides):
+            if best is not None and (cost + least, row, column) > best:
                 break
-            more = extra(row, column)
-            if more is not None and (best is None or (bound[0] + more, row, column) < best):
-                best = (bound[0] + more, row, column)
+            found = (cost + columns[column].cost + extra(row, column), row, column)
+            if (best is None or found < best) and usable(row, column):
+                best = found
     return best

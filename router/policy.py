@@ -29,6 +29,7 @@ import xxhash
 
 from router.costs import (
     alone_terms,
+    hides_ms,
     late_first_ms,
     late_tokens_ms,
     left_decode_ms,
@@ -37,7 +38,7 @@ from router.costs import (
     shipping_ms,
     wait_ms,
 )
-from router.least_pair import least_pair
+from router.least_pair import Column, Row, least_pair
 from router.refusals import (
     decode_refusal,
     over_bar,
@@ -93,31 +94,54 @@ class _Search:
         self._weights, self._bar_ms = weights, bar_ms
         self._behind_prefill = weights.followers * replicas.followers(replicas.prefills)
         self._behind_decode = weights.followers * replicas.followers(replicas.decodes)
-        key = prompt.key
+        seed = _seed(prompt.key)
         able = sorted(
             (each for each in replicas.decodes if not decode_refusal(prompt, each, pins)),
-            key=lambda each: -_score(key, each.name),
+            key=lambda each: -_score(seed, each.name),
         )
         self._decodes = [each for each in able if not too_slow(prompt, each)]
         self._slow_decodes = [each for each in able if too_slow(prompt, each)]
         self._prefills = sorted(
             (each for each in replicas.prefills if not prefill_refusal(prompt, each, pins)),
-            key=lambda each: -_score(key, each.name),
+            key=lambda each: -_score(seed, each.name),
         )
         self.num_computing = len(self._prefills) or len(self._decodes)
 
     def cheapest(self, over_bars: bool = False) -> Candidate | None:
         """`over_bars` lets those be chosen that have too much ahead."""
-        columns = [_tenths(self._stream_ms(each)) for each in self._decodes]
-        alone = self._alone(columns, over_bars)
-        prefills = [each for each in self._prefills if self._may_compute(each, over_bars)]
-        rows = [_tenths(self._prefill_ms(each)) for each in prefills]
-        found = least_pair(
-            rows, columns, lambda row, column: self._pair(prefills[row], self._decodes[column])
-        )
+        costs = [_tenths(self._stream_ms(each)) for each in self._decodes]
+        alone = self._alone(costs, over_bars)
+        found = self._cheapest_pair(costs, over_bars)
         if found is None or (alone is not None and alone[0] < found[0]):
             return None if alone is None else self._candidate(None, self._decodes[alone[1]])
-        return self._candidate(prefills[found[1]], self._decodes[found[2]])
+        return self._candidate(found[1], found[2])
+
+    def _cheapest_pair(
+        self, costs: Sequence[int], over_bars: bool
+    ) -> tuple[int, Replica, Replica] | None:
+        """`costs` are what decodes cost as those that stream."""
+        rows: list[Row] = []
+        prefills: list[Replica] = []
+        for each in self._prefills:
+            compute_ms = self._prompt.compute_ms(each)
+            if self._may_compute(each, compute_ms, over_bars):
+                hides = _tenths(hides_ms(self._prompt, compute_ms))
+                rows.append(Row(_tenths(self._prefill_ms(each, compute_ms)), hides))
+                prefills.append(each)
+        # Blocks of another size round a prompt up to other lengths.
+        sizes = list({each.block_size: each for each in prefills}.values())
+        decodes = self._decodes
+        columns = [
+            Column(cost, self._needs(sizes, decode))
+            for cost, decode in zip(costs, decodes, strict=True)
+        ]
+        found = least_pair(
+            rows,
+            columns,
+            lambda row, column: self._between(prefills[row], decodes[column], rows[row].hides),
+            lambda row, column: self._fits(prefills[row], decodes[column]),
+        )
+        return found and (found[0], prefills[found[1]], decodes[found[2]])
 
     def late(self) -> tuple[Candidate, ...]:
         """One for each replica that could compute the prompt, or stream it, and would be late."""
@@ -128,29 +152,26 @@ class _Search:
         judged = [_admissible(self._prompt, each, self._pins, inf) for each in ways]
         return tuple(each for each in judged if each.late)
 
-    def _alone(self, columns: Sequence[int], over_bars: bool) -> tuple[int, int] | None:
+    def _alone(self, streaming: Sequence[int], over_bars: bool) -> tuple[int, int] | None:
         """(cost, decode) of the cheapest that computes the prompt by itself."""
         if self._pins.prefill:
             return None
-        costs = [
-            (column + _tenths(self._compute_here_ms(decode)), at)
-            for at, (decode, column) in enumerate(zip(self._decodes, columns, strict=True))
-            if self._may_compute(decode, over_bars)
-        ]
+        costs: list[tuple[int, int]] = []
+        for at, (decode, cost) in enumerate(zip(self._decodes, streaming, strict=True)):
+            compute_ms = self._prompt.compute_ms(decode)
+            if self._may_compute(decode, compute_ms, over_bars):
+                costs.append((cost + _tenths(self._compute_here_ms(decode, compute_ms)), at))
         return min(costs, default=None)
 
-    def _may_compute(self, replica: Replica, over_bars: bool) -> bool:
-        if replica.measured and self._ttft_ms(replica) > self._prompt.left_ms:
+    def _may_compute(self, replica: Replica, compute_ms: float, over_bars: bool) -> bool:
+        ttft_ms = replica.queue_ms + compute_ms + replica.dispatch_ms
+        if replica.measured and ttft_ms > self._prompt.left_ms:
             return False
         return over_bars or not over_bar(replica, self._pins, self._bar_ms)
 
-    def _ttft_ms(self, replica: Replica) -> float:
-        return replica.queue_ms + self._prompt.compute_ms(replica) + replica.dispatch_ms
-
-    def _prefill_ms(self, prefill: Replica) -> float:
+    def _prefill_ms(self, prefill: Replica, compute_ms: float) -> float:
         """Of a pair, what this prefill replica decides."""
         prompt, weights = self._prompt, self._weights
-        compute_ms = prompt.compute_ms(prefill)
         return (
             prefill.queue_ms
             + compute_ms * (1 + self._behind_prefill)
@@ -170,10 +191,9 @@ class _Search:
             + left_decode_ms(prompt, decode, weights)
         )
 
-    def _compute_here_ms(self, decode: Replica) -> float:
+    def _compute_here_ms(self, decode: Replica, compute_ms: float) -> float:
         """Of decode alone, what computing adds to streaming."""
         prompt, weights = self._prompt, self._weights
-        compute_ms = prompt.compute_ms(decode)
         beside = weights.interference * (decode.running + 1)
         return (
             decode.queue_ms
@@ -182,14 +202,20 @@ class _Search:
             + late_first_ms(prompt, decode, compute_ms, weights)
         )
 
-    def _pair(self, prefill: Replica, decode: Replica) -> int | None:
-        """What only the pair decides; None where it cannot be used."""
-        pair = (prefill.name, decode.name)
-        if self._replicas.refused_pairs.get(pair) or self._wires(prefill, decode)[1]:
-            return None
-        link = self._replicas.links.get(pair, self._replicas.untried)
-        link_ms, distance_ms = shipping_ms(self._prompt, prefill, decode, link, self._weights)
-        return _tenths(link_ms + distance_ms)
+    def _needs(self, sizes: Sequence[Replica], decode: Replica) -> int:
+        """The least time on a link of what it lacks, from one of these."""
+        lacking = min((self._prompt.shipped_bytes(each, decode) for each in sizes), default=0)
+        return _tenths(self._replicas.fastest.ms(lacking)) if lacking else 0
+
+    def _between(self, prefill: Replica, decode: Replica, hides: int) -> int:
+        """What only the pair decides."""
+        link = self._replicas.links.get((prefill.name, decode.name), self._replicas.untried)
+        link_ms, _, distance_ms = shipping_ms(self._prompt, prefill, decode, link, self._weights)
+        return max(0, _tenths(link_ms) - hides) + _tenths(distance_ms)
+
+    def _fits(self, prefill: Replica, decode: Replica) -> bool:
+        refused = self._replicas.refused_pairs.get((prefill.name, decode.name))
+        return not refused and not self._wires(prefill, decode)[1]
 
     def _candidate(self, prefill: Replica | None, decode: Replica) -> Candidate:
         prompt, weights = self._prompt, self._weights
@@ -252,7 +278,8 @@ def _admissible(prompt: Prompt, candidate: Candidate, pins: Pins, bar_ms: float)
 def _rank(prompt: Prompt, candidate: Candidate) -> tuple[bool, int, int, int]:
     """Usable before refused, cheap before dear, then the higher rendezvous scores."""
     prefill = candidate.prefill.name if candidate.prefill else ""
-    scores = _score(prompt.key, prefill), _score(prompt.key, candidate.decode.name)
+    seed = _seed(prompt.key)
+    scores = _score(seed, prefill), _score(seed, candidate.decode.name)
     return bool(candidate.refused), _tenths(candidate.terms.cost_ms), -scores[0], -scores[1]
 
 
@@ -260,9 +287,9 @@ def _tenths(ms: float) -> int:
     return round(10 * ms)
 
 
-def _score(key: bytes, name: str) -> int:
+def _score(seed: int, name: str) -> int:
     """Of a prompt and a replica (rendezvous hashing); of nobody, the least."""
-    return xxhash.xxh3_64_intdigest(name.encode(), seed=_seed(key)) if name else 0
+    return xxhash.xxh3_64_intdigest(name.encode(), seed=seed) if name else 0
 
 
 def _seed(key: bytes) -> int:

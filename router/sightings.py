@@ -65,8 +65,8 @@ class Sightings:
         as far as the index knows, and those that follow because a prompt of theirs went there last
         and is being computed, or was so lately that its news may still be on their way.
         """
-        fresh: _Sighting | None = None
         young, old = self._young.seen, self._old.seen
+        fresh: _Sighting | None = None
         for at in range(held, len(names)):
             sighting = young.get(names[at]) or old.get(names[at])
             if sighting is None or sighting.instance != instance:

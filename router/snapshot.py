@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import inf
 
-from prefix_index.index import Manifest, Role, WorkerRecord
+from prefix_index.index import Manifest, WorkerRecord
 from prefix_index.quarantine import wires_left
 from prefix_index.worker_record import shared_wires
 from router import ways
@@ -92,23 +92,23 @@ class State:
 
     links: Mapping[tuple[str, str], Link]
     untried: LinkCurve
+    fastest: LinkCurve  # none of them takes less
     pace: Pace
     now: float
 
 
 def take_snapshot(
     asked: Asked,
-    workers: Sequence[Worker],
+    prefills: Mapping[str, Worker],
+    decodes: Mapping[str, Worker],
     matched: Mapping[str, Match],
     state: State,
     refused: Callable[[Party], str],
 ) -> Snapshot:
-    """`matched` is by worker name.
+    """Everything is by worker name.
 
     `refused` says what speaks against an instance or a pair of them, beyond their own state.
     """
-    prefills = _by_name(workers, Role.PREFILL)
-    decodes = _by_name(workers, Role.DECODE)
     shape = _shape([*decodes.values(), *prefills.values()])
 
     def pairs() -> Iterable[tuple[str, str]]:
@@ -133,7 +133,7 @@ def take_snapshot(
 
     def replica(worker: Worker) -> ways.Replica:
         why = worker.standing or refused(worker.record.instance)
-        match = matched.get(worker.name, NO_MATCH)
+        match = matched.get(worker.record.name, NO_MATCH)
         return _replica(worker, match, why, asked.num_tokens, state.now)
 
     replicas = ways.Replicas(
@@ -143,22 +143,18 @@ def take_snapshot(
         quarantined_wires=Lazily(pairs, quarantined),
         links=Lazily(pairs, link),
         untried=ways.Link(state.untried),
+        fastest=state.fastest,
         prompts_per_ms=state.pace.prompts_per_ms,
         busy=state.pace.busy,
     )
     return Snapshot(_prompt(asked, shape, state.pace), replicas, prefills, decodes)
 
 
-def _by_name(workers: Iterable[Worker], role: Role) -> dict[str, Worker]:
-    """Of two lives seen at once, the later one."""
-    chosen = sorted(workers, key=lambda worker: (worker.name, worker.record.epoch))
-    return {worker.name: worker for worker in chosen if worker.record.role is role}
-
-
-def _shape(workers: Iterable[Worker]) -> Manifest | None:
+def _shape(workers: Sequence[Worker]) -> Manifest | None:
     """The geometry of a token's KV: that of the first worker that fits, decode first."""
-    ordered = sorted(workers, key=lambda worker: bool(worker.unfit))
-    return ordered[0].record.manifest if ordered else None
+    shapes = (each for each in workers if not each.unfit)
+    first = next(shapes, workers[0] if workers else None)
+    return first.record.manifest if first else None
 
 
 def _instances(prefill: Worker, decode: Worker) -> tuple[str, str]:
@@ -179,12 +175,14 @@ def _wires_left(prefill: Worker, decode: Worker) -> tuple[list[str], str]:
 def _replica(
     worker: Worker, match: Match, refused: str, num_tokens: int, now: float
 ) -> ways.Replica:
-    load, block_size = worker.record.load, max(1, worker.record.manifest.block_size)
+    record = worker.record
+    load, manifest = record.load, record.manifest
+    block_size = max(1, manifest.block_size)
     curve, steps = worker.curve, worker.steps
     running = max(load.running, worker.booked_requests)
     joined_ms = steps.ms(running + 1, load.context_tokens + num_tokens) if steps else 0.0
     return ways.Replica(
-        name=worker.name,
+        name=record.name,
         ms_per_token=curve.token_ms,
         prompt_ms=curve.prompt_ms,
         look_ms=curve.look_ms,
@@ -202,10 +200,10 @@ def _replica(
         step_ms=load.decode_step_ms,
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
-        wires=worker.record.manifest.wires,
-        host=worker.record.manifest.host,
-        node=worker.record.manifest.node,
-        zone=worker.record.manifest.zone,
+        wires=manifest.wires,
+        host=manifest.host,
+        node=manifest.node,
+        zone=manifest.zone,
         refused=refused,
     )
 

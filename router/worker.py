@@ -122,7 +122,7 @@ class Worker:
         is doing now will show whether it is right, or something did lately. An idle worker is
         asked again, however slow it once was.
         """
-        if self.measured_curve is None:
+        if self._prefill is None and self.record.load.prefill_ms_per_token <= 0:
             return False
         at_work = bool(self._ahead) or self.foreign_tokens > 0
         return at_work or now - self._learned_at <= TRUST_S

@@ -1,13 +1,16 @@
 """The decision is pure: every expectation here follows from its arguments alone."""
 
+import random
 from collections import Counter
+from dataclasses import replace
 from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.curves import LinkCurve
+from router.curves import INSTANT, LinkCurve, least_of
+from router.lazily import Lazily
 from router.policy import choose
 from router.targets import Targets
 from router.ways import Candidate, Decision, Link, Pins, Prompt, Replica, Replicas, Weights
@@ -321,6 +324,7 @@ def test_shipping_to_another_node_costs_a_little_and_to_another_zone_more() -> N
     steps=st.lists(st.floats(0, 50), min_size=3, max_size=3),
     unusable=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=6),
     slow_links=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=6),
+    untried_ms=st.sampled_from([0.0, 1e-5, 1e-3]),
     targets=st.sampled_from([Targets(), Targets(500, 10), Targets(500, 20, 0, True)]),
     bar_ms=st.sampled_from([inf, 1000.0, 100.0]),
     session=st.sampled_from([None, ("p1", "d2"), ("", "d0")]),
@@ -331,6 +335,7 @@ def test_the_search_finds_what_the_list_of_all_begins_with(
     steps: list[float],
     unusable: set[tuple[int, int]],
     slow_links: set[tuple[int, int]],
+    untried_ms: float,
     targets: Targets,
     bar_ms: float,
     session: tuple[str, str] | None,
@@ -343,16 +348,21 @@ def test_the_search_finds_what_the_list_of_all_begins_with(
         decode(f"d{i}", matched_blocks=matched[3 + i], joined_step_ms=steps[i], running=i)
         for i in range(3)
     ]
+    slow, untried = LinkCurve(40.0, 1e-4), LinkCurve(0.0, untried_ms)
     fleet = Replicas(
         prefills,
         decodes,
         {(f"p{i}", f"d{j}"): "they differ" for i, j in unusable},
-        {(f"p{i}", f"d{j}"): Link(LinkCurve(40.0, 1e-4)) for i, j in slow_links},
+        {(f"p{i}", f"d{j}"): Link(slow) for i, j in slow_links},
+        untried=Link(untried),
+        fastest=least_of([slow, untried]),
     )
     asked = Prompt(
         1000, 6_250, 30, key=b"12345678", output_tokens=9, targets=targets, session=session
     )
     decision = choose(asked, fleet, bar_ms=bar_ms)
+    blind = choose(asked, replace(fleet, fastest=INSTANT), bar_ms=bar_ms)
+    assert str(blind.chosen) == str(decision.chosen)
     listed = decision.list_all()
     usable = [each for each in listed if not each.refused]
     assert (decision.chosen is None) == (not usable)
@@ -366,3 +376,26 @@ def test_the_search_finds_what_the_list_of_all_begins_with(
         assert decision.barred.terms.cost_ms <= least + 0.3
     else:
         assert bool(decision.late) == any(each.late for each in listed)
+
+
+def test_of_a_thousand_pairs_over_slow_links_few_are_looked_at() -> None:
+    """Queues differ, and no compute hides what would have to be shipped."""
+    rng, seen = random.Random(1), []
+
+    def link(pair: tuple[str, str]) -> Link | None:
+        seen.append(pair)
+        return None
+
+    prefills = [prefill(f"p{at}", queued_tokens=rng.randrange(30_000)) for at in range(32)]
+    slowly = {"ms_per_token": 100.0, "step_ms": 15.0}
+    decodes = [decode(f"d{at}", running=rng.randrange(32), **slowly) for at in range(31)]
+    holder = decode("d31", running=31, matched_blocks=40, **slowly)
+    slow = LinkCurve(0.0, 1e-3)
+    fleet = Replicas(
+        prefills, [*decodes, holder], links=Lazily(list, link), untried=Link(slow), fastest=slow
+    )
+    chosen = choose(PROMPT, fleet).chosen
+    assert chosen is not None and chosen.prefill is not None
+    assert chosen.prefill.queue_ms == min(each.queue_ms for each in prefills)
+    assert chosen.decode is holder
+    assert len(seen) <= 3
