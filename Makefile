@@ -5,13 +5,14 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.setup-done
 PEERS   := .venv-peers/transfer
+ROUTERS := .venv-peers/routers
 SOURCES := protos kernels kvcache model engine transport prefix_index \
            worker prefill_worker decode_worker router kvferry bench
 FOLDERS := $(wildcard $(SOURCES))
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-timed test-lab test-matrix test-campaigns test-gpu demo bench bench-peers-env bench-engines-env proto clean
+.PHONY: help setup check test test-timed test-lab test-matrix test-campaigns test-gpu demo bench bench-peers-env bench-routers-env bench-engines-env proto clean
 
 help:
 	@echo "make demo      start a whole cluster with a real model and ask it three questions"
@@ -19,6 +20,7 @@ help:
 	@echo "make check     formatting, lint, types, floor plan, generated stubs"
 	@echo "make bench     run every benchmark; make bench-NAME runs bench/NAME.py"
 	@echo "make bench-peers-env  install what bench-transfer compares with"
+	@echo "make bench-routers-env  install what bench-route, bench-index and bench-routers compare with"
 	@echo "make bench-engines-env  install what bench-engine compares with (gigabytes, a quarter of an hour)"
 	@echo "make test-campaigns  10,000 damaged cells, clean transfers and cancels (a quarter of an hour)"
 	@echo "make test-gpu  the checks that need a CUDA device; make bench-gpu: its speed with an 8B model"
@@ -86,6 +88,13 @@ bench-peers-env:
 	@$(PYTHON) -m venv $(PEERS)
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/transfer_peers.txt
 	@$(PEERS)/bin/python kvferry/transfer_bench/peer.py check || { echo "they need libibverbs1, librdmacm1 and libnuma1"; exit 1; }
+
+# Each that does not install is left out by the benchmarks, which say so.
+bench-routers-env:
+	@$(PYTHON) -m venv $(ROUTERS)
+	@for line in $$(grep -v '^#' bench/routers.txt); do \
+	    $(ROUTERS)/bin/python -m pip install --quiet --disable-pip-version-check $$line || echo "$$line did not install"; \
+	done
 
 # Not bench/engine.py, which would hide the package of that name from everything in its folder.
 bench-engine: setup

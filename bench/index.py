@@ -1,85 +1,99 @@
 """How large the index may grow: memory a block, time to announce, to start warm, to recover.
 
-`make bench-index` measures a million blocks of 64 workers through a real Redis, and ten million of
-1,000 workers in the mirror's table alone; `ARGS="WORKERS BLOCKS"` puts another size through Redis.
-Dynamo's index stands beside the table where `KVFERRY_DYNAMO_PYTHON` names a Python that has it.
+`make bench-index`, about two minutes: a million blocks of 64 workers through a real Redis, and ten
+million of 1,000 workers in the mirror's table alone. `ARGS=--full` puts those through Redis, too:
+some five minutes more and 6 GiB. `ARGS="--workers N --blocks N"` puts only that much through
+Redis. Dynamo's index stands beside the table where `make bench-routers-env` has
+installed it.
 """
 
+import argparse
 import asyncio
 import gc
-import json
 import os
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from redis.asyncio import Redis
 from rich.console import Console
 
-from kvcache.block_hash import BlockHash
+from kvferry.index_bench.peers import dynamo
 from kvferry.index_bench.prompts import PROMPT_BLOCKS, Size
 from kvferry.index_bench.stage import Stage, stage
 from kvferry.replay.command import silence
-from kvferry.transfer_bench.report import Row, row, table, write
+from kvferry.transfer_bench.report import Row, line, row, table, write
 from prefix_index.compact_table import CompactTable, open_table
-from prefix_index.events import PackedEvents, pack
-from prefix_index.index import Removed, Stored
+from prefix_index.events import EVENT_BYTES, PackedEvents
 from prefix_index.prefix_table import Life
 
 OUT = Path("bench/out/index.json")
 THROUGH_REDIS = Size(num_workers=64, num_blocks=1_000_000)
+LARGE = Size(num_workers=1000, num_blocks=10_000_000)
 RUNS = 3
 MATCHES = 2000
+MATCHED_BLOCKS = 64
 
 
-def chain(rng: random.Random, length: int) -> list[BlockHash]:
-    return [BlockHash(rng.randbytes(16)) for _ in range(length)]
+def told(*rows: Row) -> list[Row]:
+    for each in rows:
+        print(line(each), flush=True)
+    return list(rows)
 
 
-def stored(names: Sequence[BlockHash]) -> PackedEvents:
-    return pack(Stored(name, None, depth) for depth, name in enumerate(names))
+class Chain:
+    """Blocks one after the other, as the events that bring them and that take them away."""
+
+    def __init__(self, rng: np.random.Generator, length: int) -> None:
+        events = np.zeros((length, EVENT_BYTES), np.uint8)
+        events[:, 0] = ord("g")
+        events[:, 1:5] = np.arange(length, dtype="<u4").view(np.uint8).reshape(length, 4)
+        events[:, 5:] = rng.integers(0, 256, (length, EVENT_BYTES - 5), np.uint8)
+        self.stored = PackedEvents(events.tobytes())
+
+    @property
+    def removed(self) -> PackedEvents:
+        """Leaves first."""
+        events = np.frombuffer(self.stored.data, np.uint8).reshape(-1, EVENT_BYTES)[::-1].copy()
+        events[:, 0] = ord("-")
+        events[:, 1:5] = 0
+        return PackedEvents(events.tobytes())
+
+    def names(self, count: int) -> list[bytes]:
+        return [each.name for each in self.stored[:count]]
 
 
 def table_rows(size: Size, peer: dict[str, list[float]]) -> list[Row]:
     """Chains of 64 to 512 blocks, half of them held by two workers."""
-    rng = random.Random(1)
+    rng, bytes_rng = random.Random(1), np.random.default_rng(1)
     made = open_table()
     assert isinstance(made, CompactTable), "no compiler"
     lives = [Life(f"w{number}", 1) for number in range(size.num_workers)]
     for life in lives:
         made.begin(life)
-    chains: list[list[BlockHash]] = []
+    chains: list[Chain] = []
     holders: list[Life] = []
     spent_s = 0.0
     while made.num_blocks < size.num_blocks:
-        names = chain(rng, rng.randrange(64, PROMPT_BLOCKS + 1))
-        events = stored(names)
+        chain = Chain(bytes_rng, rng.randrange(MATCHED_BLOCKS, PROMPT_BLOCKS + 1))
         holder, other, twice = rng.choice(lives), rng.choice(lives), rng.random() < 0.5
-        chains.append(names)
+        chains.append(chain)
         holders.append(holder)
         began = time.perf_counter()
-        made.apply(holder, events)
+        made.apply(holder, chain.stored)
         if twice:
-            made.apply(other, events)
+            made.apply(other, chain.stored)
         spent_s += time.perf_counter() - began
     entries, blocks = made.num_entries, made.num_blocks
     label = f"{blocks / 1e6:.0f}M blocks, {size.num_workers} workers"
 
     def matches_per_ms(num_exchanges: int) -> float:
         """A chain goes and comes back `num_exchanges` times meanwhile."""
-        asked = [rng.choice(chains)[:64] for _ in range(MATCHES)]
+        asked = [rng.choice(chains).names(MATCHED_BLOCKS) for _ in range(MATCHES)]
         exchanged = [rng.randrange(len(chains)) for _ in range(num_exchanges)]
-        packed = [
-            (
-                holders[at],
-                pack([Removed(name) for name in reversed(chains[at])]),
-                stored(chains[at]),
-            )
-            for at in exchanged
-        ]
+        packed = [(holders[at], chains[at].removed, chains[at].stored) for at in exchanged]
         began = time.perf_counter()
         for number, names in enumerate(asked):
             made.longest(names)
@@ -97,7 +111,7 @@ def table_rows(size: Size, peer: dict[str, list[float]]) -> list[Row]:
         pass
     clear_ms = (time.perf_counter() - began) * 1e3
     beside = "Dynamo's RadixTree, 1M blocks" if peer else None
-    return [
+    return told(
         row(f"{label}: bytes a block", [made.num_bytes / blocks], [64], unit="B"),
         row(f"{label}: bytes an entry", [made.num_bytes / entries], [64], unit="B"),
         row(f"{label}: events applied", [entries / spent_s / 1e3], unit="k/s"),
@@ -116,69 +130,70 @@ def table_rows(size: Size, peer: dict[str, list[float]]) -> list[Row]:
             unit="k/s",
         ),
         row(f"{label}: a worker forgotten", [clear_ms], unit="ms"),
-    ]
+    )
 
 
 async def redis_rows(place: Stage) -> list[Row]:
     blocks = place.size.num_blocks
-    label = f"{blocks / 1e6:g}M blocks, {place.size.num_workers} workers"
+    label = f"{blocks / 1e6:g}M blocks, {place.size.num_workers:,} workers"
     admin = Redis.from_url(place.url)
     used = (await admin.info("memory"))["used_memory"]
     stream = await admin.memory_usage("{kvferry}:2:events", samples=0) or 0
+    rows = told(
+        row(f"{label}: announced for the first time", [place.announced_s], unit="s"),
+        row(f"{label}: Redis, bytes a block", [(used - stream) / blocks], unit="B"),
+        row(f"{label}: Redis, the stream", [stream / 1e6], unit="MB"),
+    )
     starts, anew = [], []
-    for _ in range(RUNS):
+    runs = RUNS if blocks <= THROUGH_REDIS.num_blocks else 1
+    for _ in range(runs):
         gc.collect()
         began = time.monotonic()
         async with place.mirror() as mirror:
             await place.until_whole(mirror)
             starts.append(time.monotonic() - began)
-    for _ in range(RUNS):
+    rows += told(row(f"{label}: a router starts warm", starts, unit="s"))
+    for _ in range(runs):
         async with place.mirror() as mirror:
             await place.until_whole(mirror)
             await admin.flushall()
             place.crowd.tell("wiped")
             anew.append((await place.crowd.hear())["announced_s"])
     await admin.aclose()
-    return [
-        row(f"{label}: announced for the first time", [place.announced_s], unit="s"),
-        row(f"{label}: announced anew after a wipe", anew, [10 * blocks / 1e6], unit="s"),
-        row(f"{label}: a router starts warm", starts, unit="s"),
-        row(f"{label}: Redis, bytes a block", [(used - stream) / blocks], unit="B"),
-        row(f"{label}: Redis, the stream", [stream / 1e6], unit="MB"),
-    ]
-
-
-def peer_rates() -> dict[str, list[float]]:
-    """Thousands of matches a second, alone and with events and evictions; empty without a peer."""
-    python = os.environ.get("KVFERRY_DYNAMO_PYTHON", "")
-    if not python:
-        return {}
-    script = Path(__file__).parents[1] / "kvferry/index_bench/dynamo.py"
-    done = subprocess.run([python, "-I", str(script)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"Dynamo's index was not measured: {done.stderr.strip().splitlines()[-1]}")
-        return {}
-    found: dict[str, list[float]] = json.loads(done.stdout)
-    return found
+    bar = [10.0] if blocks == THROUGH_REDIS.num_blocks else ()
+    return [*rows, *told(row(f"{label}: announced anew after a wipe", anew, bar, unit="s"))]
 
 
 async def through_redis(size: Size) -> list[Row]:
+    print(f"{size.num_workers:,} workers announce {size.num_blocks:,} blocks", flush=True)
     async with stage(size) as place:
         return await redis_rows(place)
 
 
+def everything(full: bool) -> list[Row]:
+    peer, why_not = dynamo("chains")
+    if why_not:
+        print(why_not, flush=True)
+    return [
+        *table_rows(THROUGH_REDIS, peer),
+        *table_rows(LARGE, {}),
+        *asyncio.run(through_redis(THROUGH_REDIS)),
+        *(asyncio.run(through_redis(LARGE)) if full else ()),
+    ]
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--workers", type=int, default=THROUGH_REDIS.num_workers)
+    parser.add_argument("--blocks", type=int, default=0)
+    asked = parser.parse_args()
     silence()
     load = os.getloadavg()[0]
-    if len(sys.argv) > 2:
-        rows = asyncio.run(through_redis(Size(int(sys.argv[1]), int(sys.argv[2]))))
+    if asked.blocks:
+        rows = asyncio.run(through_redis(Size(asked.workers, asked.blocks)))
     else:
-        peer = peer_rates()
-        rows = [
-            *table_rows(Size(64, 1_000_000), peer),
-            *table_rows(Size(1000, 10_000_000), {}),
-            *asyncio.run(through_redis(THROUGH_REDIS)),
-        ]
+        rows = everything(asked.full)
     console = Console(width=130)
     console.print(table(rows))
     write(OUT, rows, {"machine": {"cpus": os.cpu_count(), "load": round(load, 2)}})

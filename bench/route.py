@@ -1,10 +1,13 @@
 """How long a router decides where a prompt goes, with everything else of it running.
 
-`make bench-route`. A prompt of 8,192 tokens, 64 workers, a million blocks in the mirror: a real
-Redis, announcers in a process of their own, and events all the time. A prompt arrives on a pipe,
-and what it waits for its turn counts.
+`make bench-route`, about a minute. A prompt of 8,192 tokens, 64 workers, a million blocks in the
+mirror: a real Redis, announcers in a process of their own, and events all the time. A prompt
+arrives on a pipe, and what it waits for its turn counts. `ARGS="--workers N --blocks N"` takes
+another size, which no bar is for. Dynamo's index stands beside ours where `make bench-routers-env`
+has installed it: names and lookups of as many prompts, in its own Python.
 """
 
+import argparse
 import asyncio
 import os
 import struct
@@ -18,10 +21,11 @@ from rich.console import Console
 from engine.clock import MonotonicClock
 from kvcache.block_hash import PUBLIC, BlockHash, Namespace, index_names
 from kvferry.die_with_parent import wrap
+from kvferry.index_bench.peers import dynamo
 from kvferry.index_bench.prompts import BLOCK_SIZE, SPACE, Size, names_of, prompt
 from kvferry.index_bench.stage import Stage, decision, fleet_of, stage
 from kvferry.replay.command import silence
-from kvferry.transfer_bench.report import Row, row, table, write
+from kvferry.transfer_bench.report import Row, line, row, table, write
 from prefix_index.mirror import Mirror
 from router.fleet import Fleet
 from router.sightings import Sightings
@@ -30,12 +34,13 @@ OUT = Path("bench/out/route.json")
 SIZE = Size(num_workers=64, num_blocks=1_000_000)
 RUNS = 5
 PROMPTS = 200  # of a run
+ARRIVALS = 500  # of a run, beside everything else
 EVENTS_PER_S = 20_000  # a block of 16 tokens: what computes 320,000 tokens a second makes
 ARRIVALS_PER_S = 100
 OTHERS_PER_S = 100
 
 # Writes when it wrote, each time: nobody's clock but the machine's.
-ARRIVALS = """
+ARRIVING = """
 import os, random, struct, sys, time
 rng, rate = random.Random(3), float(sys.argv[1])
 while True:
@@ -58,12 +63,23 @@ def share(values: Sequence[float], percent: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
 
 
-def rows_of(what: str, runs: Sequence[Sequence[float]], p50: float, p99: float) -> list[Row]:
-    """The limits are the bars: shares above 1 miss them."""
-    return [
-        row(f"{what}, p50", [share(run, 50) for run in runs], [p50], unit="ms"),
-        row(f"{what}, p99", [share(run, 99) for run in runs], [p99], unit="ms"),
-    ]
+def rows_of(
+    what: str,
+    runs: Sequence[Sequence[float]],
+    p50: float,
+    p99: float,
+    peer: Sequence[Sequence[float]] = (),
+) -> list[Row]:
+    """The limits are the bars: shares above 1 miss them. `peer` is Dynamo's."""
+    made = []
+    for percent, bar in ((50, p50), (99, p99)):
+        theirs = [share(run, percent) for run in peer]
+        ours = [share(run, percent) for run in runs]
+        who = "Dynamo" if peer else None
+        made.append(row(f"{what}, p{percent}", ours, [bar], who, theirs, unit="ms"))
+    for each in made:
+        print(line(each), flush=True)
+    return made
 
 
 def named(numbers: Sequence[int]) -> list[Callable[[Namespace, int], Sequence[BlockHash]]]:
@@ -75,7 +91,10 @@ def named(numbers: Sequence[int]) -> list[Callable[[Namespace, int], Sequence[Bl
     return [given(names_of(number)) for number in numbers]
 
 
-async def alone(mirror: Mirror, fleet: Fleet) -> list[Row]:
+async def alone(mirror: Mirror, fleet: Fleet, size: Size) -> list[Row]:
+    peer, why_not = dynamo("prompts", str(size.num_workers), str(size.num_blocks))
+    if why_not:
+        print(why_not, flush=True)
     prompts = [prompt(number) for number in range(PROMPTS)]
     asked = [names_of(number) for number in range(PROMPTS)]
     names = named(range(PROMPTS))
@@ -88,8 +107,8 @@ async def alone(mirror: Mirror, fleet: Fleet) -> list[Row]:
         notes.append(timed(lambda i: sightings.note(asked[i], "w"), PROMPTS))
         await asyncio.sleep(0)
     return [
-        *rows_of("naming 8,192 tokens", naming, 0.5, 0.5),
-        *rows_of("longest prefix in the mirror", walks, 0.2, 1.0),
+        *rows_of("naming 8,192 tokens", naming, 0.5, 1.0, peer.get("naming", ())),
+        *rows_of("longest prefix in the mirror", walks, 0.2, 1.0, peer.get("longest", ())),
         *rows_of("noting what was routed", notes, 0.2, 1.0),
         *rows_of("a decision, nothing else running", choices, 1.0, 5.0),
     ]
@@ -119,7 +138,7 @@ async def in_company(place: Stage, mirror: Mirror, fleet: Fleet) -> list[Row]:
             await asyncio.sleep(1 / OTHERS_PER_S)
 
     process = await asyncio.create_subprocess_exec(
-        *wrap((sys.executable, "-c", ARRIVALS, str(ARRIVALS_PER_S)), os.getpid()),
+        *wrap((sys.executable, "-c", ARRIVING, str(ARRIVALS_PER_S)), os.getpid()),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
@@ -129,7 +148,7 @@ async def in_company(place: Stage, mirror: Mirror, fleet: Fleet) -> list[Row]:
         for _ in range(RUNS):
             deciding.clear()
             waiting.clear()
-            while len(deciding) < 5 * PROMPTS:
+            while len(deciding) < ARRIVALS:
                 (arrived,) = struct.unpack("d", await process.stdout.readexactly(8))
                 decide(number)
                 waiting.append((time.monotonic() - arrived) * 1e3)
@@ -149,18 +168,32 @@ async def in_company(place: Stage, mirror: Mirror, fleet: Fleet) -> list[Row]:
     ]
 
 
-async def measure() -> list[Row]:
-    async with stage(SIZE) as place, place.mirror() as mirror:
+async def measure(size: Size) -> list[Row]:
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"[{time.monotonic() - began:3.0f} s] {what}", flush=True)
+
+    say(f"{size.num_workers} workers announce {size.num_blocks:,} blocks")
+    async with stage(size) as place, place.mirror() as mirror:
+        say("a router reads them")
         await place.until_whole(mirror)
         fleet = fleet_of(mirror)
         fleet.refresh()
-        return [*await alone(mirror, fleet), *await in_company(place, mirror, fleet)]
+        say("nothing else running")
+        rows = await alone(mirror, fleet, size)
+        say("everything running")
+        return [*rows, *await in_company(place, mirror, fleet)]
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=SIZE.num_workers)
+    parser.add_argument("--blocks", type=int, default=SIZE.num_blocks)
+    asked = parser.parse_args()
     load = os.getloadavg()[0]
     silence()
-    rows = asyncio.run(measure())
+    rows = asyncio.run(measure(Size(asked.workers, asked.blocks)))
     console = Console(width=130)
     console.print(table(rows))
     write(OUT, rows, {"machine": {"cpus": os.cpu_count(), "load": round(load, 2)}})

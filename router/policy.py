@@ -21,7 +21,7 @@ equal replicas share the prompts. The winner is found without looking at every p
 what all of them would cost is worked out when somebody asks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -128,13 +128,8 @@ class _Search:
                 hides = _tenths(hides_ms(self._prompt, compute_ms))
                 rows.append(Row(_tenths(self._prefill_ms(each, compute_ms)), hides))
                 prefills.append(each)
-        # Blocks of another size round a prompt up to other lengths.
-        sizes = list({each.block_size: each for each in prefills}.values())
-        decodes = self._decodes
-        columns = [
-            Column(cost, self._needs(sizes, decode))
-            for cost, decode in zip(costs, decodes, strict=True)
-        ]
+        decodes, needs = self._decodes, self._needs(prefills)
+        columns = [Column(cost, needs(each)) for each, cost in zip(decodes, costs, strict=True)]
         found = least_pair(
             rows,
             columns,
@@ -202,10 +197,22 @@ class _Search:
             + late_first_ms(prompt, decode, compute_ms, weights)
         )
 
-    def _needs(self, sizes: Sequence[Replica], decode: Replica) -> int:
-        """The least time on a link of what it lacks, from one of these."""
-        lacking = min((self._prompt.shipped_bytes(each, decode) for each in sizes), default=0)
-        return _tenths(self._replicas.fastest.ms(lacking)) if lacking else 0
+    def _needs(self, prefills: Sequence[Replica]) -> Callable[[Replica], int]:
+        """The least time on a link of what a decode replica lacks, from any of these."""
+        # Blocks of another size round a prompt up to other lengths.
+        sizes = list({each.block_size: each for each in prefills}.values())
+        found: dict[tuple[int, int], int] = {}
+
+        def needs(decode: Replica) -> int:
+            key = (decode.matched_blocks, decode.block_size)
+            if key not in found:
+                lacking = min(
+                    (self._prompt.shipped_bytes(each, decode) for each in sizes), default=0
+                )
+                found[key] = _tenths(self._replicas.fastest.ms(lacking)) if lacking else 0
+            return found[key]
+
+        return needs
 
     def _between(self, prefill: Replica, decode: Replica, hides: int) -> int:
         """What only the pair decides."""

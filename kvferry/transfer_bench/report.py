@@ -75,6 +75,13 @@ def table(rows: Sequence[Row]) -> Table:
     return made
 
 
+def line(each: Row) -> str:
+    """One row, for who waits for the others."""
+    bar = f", at most {each.limit:g}" if each.limit is not None else ""
+    peer = f"; {each.peer}: {each.peer_value:g}" if each.peer_value is not None else ""
+    return f"{each.what}: {each.ours:g} {each.unit}{bar}{peer}"
+
+
 def write(path: Path, rows: Sequence[Row], about: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {**about, "rows": [asdict(each) for each in rows]}
