@@ -28,7 +28,7 @@ from kvferry.transfer_bench.report import Row, row, table, write
 from model.batch import Batch
 from model.comm import SingleComm
 from model.config import DecoderConfig
-from model.decode_graphs import DecodeGraphs, record_on_device
+from model.decode_graphs import CudaRecorder, DecodeGraphs
 from model.decoder import Decoder
 from model.layers import RmsNorm
 from model.linear import DenseLinear
@@ -240,7 +240,9 @@ def decode_row(
 
     peer: Callable[[], object] = compute
     if device == "cuda":
-        _, peer = record_on_device(compute)
+        recorder = CudaRecorder()
+        recorder.warm(compute)
+        _, peer = recorder.record(compute)
     ours, theirs = in_turn(
         lambda: model.forward(batch, store, lambda layer: None), peer, sizes.runs, device
     )

@@ -60,7 +60,7 @@ class KvStore:
         num_planes = {layer: len(g.planes) for g in spec.groups for layer in g.layers}
         self.kept = KeptDigests(num_blocks, len(kv_heads), num_planes)
         if on_device is None and torch.device(device).type == "cuda":
-            on_device = DeviceCells(CudaDevice(torch.device(device)))
+            on_device = DeviceCells(CudaDevice(self._layers[0].device))  # with its number
         self._on_device = on_device
         self._cells = PoolCells(
             spec, kv_heads, self._layers, num_blocks, kept=self.kept, on_device=on_device

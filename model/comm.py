@@ -5,7 +5,7 @@ calls raise instead of waiting for ever.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -29,8 +29,21 @@ class Comm(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def queued(self) -> bool:
+        """Whether a sum is queued on the device like any kernel: then a graph may hold it, and it
+        goes on beside what this rank computes meanwhile.
+        """
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place; every rank gets the same bits."""
+        ...
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """`all_reduce`, whose result is there once the answer is called, as the next thing or
+        later; nobody touches the tensor before that.
+        """
         ...
 
     def gather_to_0(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
@@ -54,9 +67,13 @@ class SingleComm:
 
     rank = 0
     size = 1
+    queued = True
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
 
     def gather_to_0(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
         assert tensor.shape[-1] == widths[0]
@@ -86,6 +103,8 @@ class ThreadComm:
     Sums go in rank order, so a result does not depend on which thread came last.
     """
 
+    queued = False
+
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         self.rank = rank
         self.size = size
@@ -112,6 +131,10 @@ class ThreadComm:
         tensor.copy_(meeting.total)
         meeting.barrier.wait()  # nobody starts the next sum while one still reads this one
         return tensor
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        summed = self.all_reduce(tensor)
+        return lambda: summed
 
     def gather_to_0(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
         assert tensor.shape[-1] == widths[self.rank]
@@ -154,9 +177,21 @@ class GroupComm:
         self._group = process_group
         self._device = torch.device(device)
 
+    @property
+    def queued(self) -> bool:
+        return self._device.type == "cuda" and self._group.name() == "nccl"
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._group.allreduce([tensor]).wait()
-        return tensor
+        return self.begin_all_reduce(tensor)()
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        work = self._group.allreduce([tensor])
+
+        def summed() -> Tensor:
+            work.wait()  # NCCL: for the device's stream, not for this thread
+            return tensor
+
+        return summed
 
     def gather_to_0(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
         assert tensor.shape[-1] == widths[self.rank]

@@ -24,6 +24,7 @@ MAX_VOCABULARY = 1 << 24
 MAX_LAYERS = 1 << 12
 MAX_HEADS = 1 << 12
 MAX_CONTEXT = 1 << 27
+HF_DEFAULT_WINDOW = 4096  # of transformers, where a config.json that may have one is silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,13 @@ class DecoderConfig:
     output_bias: bool = False  # of the attention's output
     mlp_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int, ...] = ()  # newest tokens that each layer sees, 0: all; empty: all see all
     context_note: str = ""  # why max_context is less than the checkpoint's own, if it is
 
     def digest(self) -> bytes:
         """16 bytes over everything but the name and the note: equal ones compute alike."""
-        return _digest(self, "name", "context_note")
+        none = () if self.windows else ("windows",)  # as before there were any
+        return _digest(self, "name", "context_note", *none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ def from_hf(values: Mapping[str, object], name: str, origin: str = "config.json"
         qk_norm=architecture == "qwen3",
     )
     _check_heads(fields, config, "num_attention_heads", "num_key_value_heads", "head_dim")
-    return _within_window(config, _hf_window(fields, architecture))
+    return replace(config, windows=_hf_windows(fields, config))
 
 
 def _hf_architecture(fields: Fields) -> str:
@@ -174,16 +177,34 @@ def _hf_rope_scaling(fields: Fields) -> RopeScaling | None:
     raise rope.wrong("rope_type", f"is {kind!r}; default, linear and llama3 are served")
 
 
-def _hf_window(fields: Fields, architecture: str) -> int | None:
-    """The sliding window some layer of the checkpoint has."""
-    if architecture == "llama" or "sliding_window" not in fields:
-        return None
-    if architecture != "mistral" and not fields.flag("use_sliding_window", False):
-        return None
-    kinds = fields.values.get("layer_types")
-    if isinstance(kinds, list) and "sliding_attention" not in kinds:
-        return None
-    return fields.integer("sliding_window", 1, MAX_CONTEXT)
+def _hf_windows(fields: Fields, config: DecoderConfig) -> tuple[int, ...]:
+    """The sliding window of each layer, as transformers gives them out."""
+    if config.architecture == "llama":
+        return ()
+    stated = fields.values.get("sliding_window", HF_DEFAULT_WINDOW)
+    if stated is None:
+        return ()
+    if config.architecture == "mistral":
+        slides = [True] * config.num_layers
+    elif not fields.flag("use_sliding_window", False):
+        return ()
+    elif "layer_types" in fields:
+        slides = _hf_sliding_layers(fields, config.num_layers)
+    else:
+        first = fields.integer("max_window_layers", 0, MAX_LAYERS, 28)
+        slides = [layer >= first for layer in range(config.num_layers)]
+    window = fields.integer("sliding_window", 1, MAX_CONTEXT, HF_DEFAULT_WINDOW)
+    if window >= config.max_context or not any(slides):
+        return ()
+    return tuple(window if slide else 0 for slide in slides)
+
+
+def _hf_sliding_layers(fields: Fields, num_layers: int) -> list[bool]:
+    kinds = fields.values["layer_types"]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(known):
+        raise fields.wrong("layer_types", f"is not a list of {num_layers} of {', '.join(known)}")
+    return [kind == "sliding_attention" for kind in kinds]
 
 
 def from_gguf(
@@ -273,6 +294,6 @@ def _within_window(config: DecoderConfig, window: int | None) -> DecoderConfig:
         return config
     note = (
         f"context limited to the sliding window of {window} tokens (the checkpoint allows "
-        f"{config.max_context}), because windowed layers are not executable yet"
+        f"{config.max_context}), because the file does not say which layers have it"
     )
     return replace(config, max_context=window, context_note=note)

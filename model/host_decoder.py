@@ -192,7 +192,7 @@ def fits(config: DecoderConfig, weights: DecoderWeights) -> bool:
     linears = [weights.embedding, weights.lm_head]
     for layer in weights.layers:
         linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
-    in_c = all(isinstance(linear, HostLinear) for linear in linears)
+    in_c = all(isinstance(linear, HostLinear) for linear in linears) and not any(config.windows)
     return in_c and config.head_dim <= kernel.MAX_HEAD_DIM and config.head_dim % 2 == 0
 
 

@@ -1,5 +1,6 @@
 """From an opened checkpoint to a model that computes: the step that needs torch."""
 
+import logging
 from functools import partial
 
 import torch
@@ -20,6 +21,9 @@ from model.shard import Shard
 from model.tensor_names import TensorSet
 from model.weight_form import WeightForm
 from model.weights import DTYPES, read_weights
+
+OVERLAP_ROWS = 1024  # halves of 512 rows still fill a card; not measured on one yet
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -45,11 +49,14 @@ def load(
         weights = read_weights(config, tensors, shard, device, dtype, make_dense, form)
         if fits(config, weights):
             return CpuDecoder(config, head_map, comm, weights, spec, team)
+        if any(config.windows):
+            log.warning("layers with a sliding window are computed by torch, slower")
     else:
         weights = read_weights(config, tensors, shard, device, dtype, form=form)
-    decoder = Decoder(config, head_map, comm, weights, spec)
-    on_one_device = torch.device(device).type == "cuda" and comm.size == 1
-    return DecodeGraphs(decoder) if on_one_device else decoder
+    on_device = torch.device(device).type == "cuda" and comm.queued
+    overlap_rows = OVERLAP_ROWS if on_device else 0
+    decoder = Decoder(config, head_map, comm, weights, spec, overlap_rows)
+    return DecodeGraphs(decoder) if on_device else decoder
 
 
 def _suits_cpu(device: torch.device | str, dtype: torch.dtype) -> bool:

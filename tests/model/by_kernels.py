@@ -7,7 +7,6 @@ TRITON_INTERPRET=1 python tests/model/by_kernels.py OUT FOLDER...
 import os
 import random
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from kvcache.head_map import HeadMap
 from model.comm import Comm
-from model.decode_graphs import Compute, DecodeGraphs
+from model.decode_graphs import Compute, DecodeGraphs, Recorder, Replay
 from model.decoder import Decoder
 from model.model import Model
 from model.source import ModelSource, open_model
@@ -27,30 +26,35 @@ from tests.model.paged_run import PagedRun
 TOKENS = random.Random(3).choices(range(101), k=16)
 
 
-def load(head_map: HeadMap, comm: Comm, source: ModelSource, recorded: bool) -> Model:
+def load(head_map: HeadMap, comm: Comm, source: ModelSource, recorder: Recorder | None) -> Model:
     model = source.load(head_map, comm.rank, comm, block_size=8)
-    if not recorded:
+    if recorder is None:
         return model
     assert isinstance(model, Decoder)
-    return DecodeGraphs(model, computed_again)
+    return DecodeGraphs(model, recorder)
 
 
-def computed_again(compute: Compute) -> tuple[Tensor, Callable[[], None]]:
-    """Stands in for a CUDA graph: the same work over the same memory."""
-    result = compute()
+class ComputedAgain:
+    """Stands in for CUDA graphs: the same work over the same memory."""
 
-    def replay() -> None:
-        with torch.inference_mode():
-            result.copy_(compute())
+    def warm(self, compute: Compute) -> None:
+        compute()
 
-    return result, replay
+    def record(self, compute: Compute) -> tuple[Tensor, Replay]:
+        result = compute()
+
+        def replay() -> None:
+            with torch.inference_mode():
+                result.copy_(compute())
+
+        return result, replay
 
 
-def logits_of_a_run(folder: str, recorded: bool = False) -> Tensor:
+def logits_of_a_run(folder: str, recorder: Recorder | None = None, tp: int = 1) -> Tensor:
     source = open_model(folder)
     config = source.config
-    head_map = HeadMap.even(config.num_query_heads, config.num_kv_heads, 1)
-    run = PagedRun(partial(load, source=source, recorded=recorded), head_map)
+    head_map = HeadMap.even(config.num_query_heads, config.num_kv_heads, tp)
+    run = PagedRun(partial(load, source=source, recorder=recorder), head_map)
     chunks = run.prefill("a", TOKENS, chunk=9)
     run.prefill("b", TOKENS[:5])
     run.prefill("c", TOKENS[:8])
@@ -63,7 +67,7 @@ def main(out: str, *folders: str) -> None:
         raise SystemExit("set TRITON_INTERPRET=1")
     torch.set_num_threads(1)
     logits = {(folder, False): logits_of_a_run(folder) for folder in folders}
-    logits[folders[0], True] = logits_of_a_run(folders[0], recorded=True)
+    logits[folders[0], True] = logits_of_a_run(folders[0], ComputedAgain())
     torch.save(logits, out)
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels import host_decoder
-from model.decode_graphs import Compute
+from model.decode_graphs import Compute, Replay
 from tests.model import by_kernels
 from tests.model.tiny_checkpoints import save_tiny
 
 Logits = dict[tuple[str, bool], Tensor]
-CASES = ["llama with every bias", "qwen3"]
+CASES = ["llama with every bias", "qwen3", "qwen2 past the window of one layer"]
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +53,41 @@ def test_recorded_decode_steps_give_the_logits_of_the_decoder_itself(
     torch.testing.assert_close(recorded, plain, atol=1e-5, rtol=0)
 
 
-class NoDevice:
-    """Records nothing, and remembers that it was asked to."""
+class NoDevice(by_kernels.ComputedAgain):
+    """Of the ranks that ask, the last can record nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self.num_asked = 0
 
-    def __call__(self, compute: Compute) -> tuple[Tensor, Callable[[], None]]:
+    def record(self, compute: Compute) -> tuple[Tensor, Replay]:
+        recorded = super().record(compute)  # a capture keeps no rank waiting, this stand-in would
         self.num_asked += 1
-        raise RuntimeError("no CUDA device")
+        if self.num_asked == self._num_ranks:
+            raise RuntimeError("no CUDA device")
+        return recorded
 
 
-def test_where_nothing_can_be_recorded_steps_are_computed_one_by_one(
-    folders: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are of the decoder in torch."""
+    monkeypatch.setattr(host_decoder, "load", lambda: None)
+
+
+@pytest.mark.usefixtures("by_torch")
+@pytest.mark.parametrize("tp", [1, 3])
+def test_where_one_rank_cannot_record_all_compute_steps_one_by_one(
+    folders: list[str], tp: int
 ) -> None:
-    monkeypatch.setattr(host_decoder, "load", lambda: None)  # graphs are of the decoder in torch
-    want = by_kernels.logits_of_a_run(folders[0])
-    no_device = NoDevice()
-    monkeypatch.setattr(by_kernels, "computed_again", no_device)
-    assert torch.equal(by_kernels.logits_of_a_run(folders[0], recorded=True), want)
-    assert no_device.num_asked == 1
+    want = by_kernels.logits_of_a_run(folders[0], tp=tp)
+    no_device = NoDevice(tp)
+    assert torch.equal(by_kernels.logits_of_a_run(folders[0], no_device, tp), want)
+    assert no_device.num_asked == tp
+
+
+@pytest.mark.usefixtures("by_torch")
+@pytest.mark.parametrize("tp", [2, 3])
+def test_ranks_record_their_sums_and_replay_them_together(folders: list[str], tp: int) -> None:
+    want = by_kernels.logits_of_a_run(folders[0], tp=tp)
+    recorded = by_kernels.logits_of_a_run(folders[0], by_kernels.ComputedAgain(), tp)
+    torch.testing.assert_close(recorded, want, atol=1e-5, rtol=0)

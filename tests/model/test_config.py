@@ -125,27 +125,51 @@ def test_gguf_metadata_that_cannot_be_served_is_refused_by_key(
     assert problem in str(caught.value)
 
 
-def test_a_sliding_window_caps_the_context_and_says_why() -> None:
-    mistral = hf(architectures=["MistralForCausalLM"], sliding_window=100)
-    assert mistral.max_context == 100
-    assert mistral.context_note == (
-        "context limited to the sliding window of 100 tokens (the checkpoint allows 128), "
-        "because windowed layers are not executable yet"
-    )
-    wide = hf(architectures=["MistralForCausalLM"], sliding_window=128)
-    assert (wide.max_context, wide.context_note) == (128, "")
-    assert gguf(llama__attention__sliding_window=64).max_context == 64
+def test_each_layer_has_the_window_that_transformers_gives_it() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert hf(**mistral, sliding_window=100).windows == (100, 100)
+    assert hf(**mistral, sliding_window=100).max_context == 128
+    assert hf(**mistral, sliding_window=None, max_position_embeddings=9000).windows == ()
+    assert hf(**mistral, max_position_embeddings=9000).windows == (4096, 4096)
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+    assert hf(**qwen, sliding_window=100, max_window_layers=1).windows == (0, 100)
+    assert hf(**qwen, sliding_window=100).windows == ()  # from layer 28 on
+    mixed = ["sliding_attention", "full_attention"]
+    assert hf(**qwen, sliding_window=100, layer_types=mixed).windows == (100, 0)
 
 
-def test_a_window_that_no_layer_uses_caps_nothing() -> None:
-    assert hf(sliding_window=100).max_context == 128  # llama has none
+def test_a_window_that_no_layer_uses_or_no_context_fills_is_none() -> None:
+    assert hf(sliding_window=100).windows == ()  # llama has none
+    assert hf(architectures=["MistralForCausalLM"], sliding_window=128).windows == ()
     qwen: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}
-    assert hf(**qwen).max_context == 128
-    assert hf(**qwen, use_sliding_window=True).max_context == 100
-    full = hf(**qwen, use_sliding_window=True, layer_types=["full_attention"] * 2)
-    assert full.max_context == 128
-    mixed = ["full_attention", "sliding_attention"]
-    assert hf(**qwen, use_sliding_window=True, layer_types=mixed).max_context == 100
+    assert hf(**qwen).windows == ()
+    full = ["full_attention"] * 2
+    assert hf(**qwen, use_sliding_window=True, layer_types=full).windows == ()
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"], ["full_attention", "chunked_attention"], 3])
+def test_kinds_of_layers_that_are_not_known_are_refused_by_name(kinds: object) -> None:
+    with pytest.raises(BadModelFile, match="layer_types is not a list of 2 of full_attention, sl"):
+        hf(
+            architectures=["Qwen3ForCausalLM"],
+            use_sliding_window=True,
+            sliding_window=100,
+            layer_types=kinds,
+        )
+
+
+def test_a_gguf_s_window_caps_the_context_and_says_why() -> None:
+    capped = gguf(llama__attention__sliding_window=64)
+    assert capped.max_context == 64
+    assert capped.context_note == (
+        "context limited to the sliding window of 64 tokens (the checkpoint allows 128), "
+        "because the file does not say which layers have it"
+    )
+
+
+def test_models_with_other_windows_are_other_models() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert len({hf(**mistral, sliding_window=w).digest() for w in (16, 32, None)}) == 3
 
 
 def test_what_transformers_saves_is_what_is_read(tmp_path: Path) -> None:

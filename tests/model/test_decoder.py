@@ -83,7 +83,8 @@ def test_without_a_compiler_torch_computes_the_same(
 ) -> None:
     tiny = tinies[case]
     by_kernels = run(tiny.source, tp=2)
-    assert {type(model) for model in by_kernels.models} == {CpuDecoder}
+    in_c = not any(tiny.source.config.windows)  # type: ignore[union-attr]
+    assert {type(model) for model in by_kernels.models} == {CpuDecoder if in_c else Decoder}
     logits = by_kernels.prefill("a", TOKENS, chunk=40)
     monkeypatch.setattr(host_decoder, "load", lambda: None)
     by_torch = run(tiny.source, tp=2)

@@ -42,6 +42,13 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "smollm2 geometry": ("Llama", 9, 3, {"head_dim": 8, "tie_word_embeddings": True}),
     "mistral": ("Mistral", 4, 2, {"head_dim": 12, "sliding_window": None}),
     "mistral with a window": ("Mistral", 4, 2, {"head_dim": 16, "sliding_window": 100}),
+    "mistral past its window": ("Mistral", 4, 2, {"head_dim": 16, "sliding_window": 20}),
+    "qwen2 past the window of one layer": (
+        "Qwen2",
+        6,
+        2,
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "qwen2 tied": ("Qwen2", 6, 2, {"tie_word_embeddings": True}),
     "qwen2 MQA untied": ("Qwen2", 4, 1, {}),
     "qwen3": ("Qwen3", 4, 2, {"head_dim": 16}),
