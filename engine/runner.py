@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.step_plan import StepPlan
+from kernels.launch import device_of
 from kvcache.kv_store import KvStore
 from model.batch import Batch
 from model.model import Model
@@ -45,6 +46,10 @@ class Runner:
 
     def run(self, plan: StepPlan) -> Tensor | None:
         """logits_RV on rank 0, one row for each slice that wants it, in order; else None."""
+        with device_of(self._store.layer(0)):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> Tensor | None:
         observer = self._observer
         if observer is not None:
             observer.begin(plan)
