@@ -23,6 +23,7 @@ from kvferry.redis_server import redis_server
 from kvferry.settings import Settings
 from kvferry.state import ClusterRecord, only_cluster, write_record
 from protos.inference_pb2 import GenerateRequest, TokenIds
+from worker.cores import share, usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,10 @@ def _launcher(settings: Settings, report: Reporter, clock: Clock) -> Launcher:
 
 
 def _parts(settings: Settings) -> list[Part]:
-    prefill = [settings.prefill_worker(index) for index in range(settings.num_prefill)]
-    decode = [settings.decode_worker(index) for index in range(settings.num_decode)]
+    """What runs on this machine; ranks that are told no number of threads share its cores."""
+    threads = share(settings.num_ranks, usable_cores())
+    prefill = [settings.prefill_worker(index, threads) for index in range(settings.num_prefill)]
+    decode = [settings.decode_worker(index, threads) for index in range(settings.num_decode)]
     return [
         Part("router", Role.ROUTER, settings.router),
         *(Part(worker.name, Role.DECODE, worker) for worker in decode),

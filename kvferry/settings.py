@@ -128,11 +128,19 @@ class Settings(BaseSettings):
         }
         return self.model_copy(update={"redis_url": url, **sections})
 
-    def prefill_worker(self, index: int) -> PrefillSettings:
-        return self.prefill.model_copy(update={"name": f"prefill-{index}"})
+    @property
+    def num_ranks(self) -> int:
+        """Of all workers of the cluster."""
+        return self.num_prefill * self.prefill.tp + self.num_decode * self.decode.tp
 
-    def decode_worker(self, index: int) -> DecodeSettings:
-        return self.decode.model_copy(update={"name": f"decode-{index}"})
+    def prefill_worker(self, index: int, threads: int = 0) -> PrefillSettings:
+        """`threads` for each rank where the settings leave it open."""
+        threads = self.prefill.threads or threads
+        return self.prefill.model_copy(update={"name": f"prefill-{index}", "threads": threads})
+
+    def decode_worker(self, index: int, threads: int = 0) -> DecodeSettings:
+        threads = self.decode.threads or threads
+        return self.decode.model_copy(update={"name": f"decode-{index}", "threads": threads})
 
 
 def load(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:

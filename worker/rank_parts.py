@@ -16,6 +16,7 @@ from model.source import ModelSource
 from prefix_index.index import Manifest
 from transport.link import PROTOCOL
 from transport.shm_wire import host_id
+from worker.cores import share, usable_cores
 from worker.errors import CannotStart
 from worker.settings import WorkerSettings
 
@@ -54,7 +55,7 @@ def group_config(settings: WorkerSettings) -> GroupConfig:
 
 def build_rank(settings: WorkerSettings, source: ModelSource, comm: Comm) -> RankParts:
     """Load this rank's weights and allocate its blocks. Raises BadModelFile or CannotStart."""
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or share(settings.tp, usable_cores()))
     host_memory.keep_freed()
     head_map = head_map_of(settings, source)
     spec = source.cache_spec(settings.block_size, settings.dtype)

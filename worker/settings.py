@@ -31,7 +31,8 @@ class WorkerSettings(BaseModel):
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     weights: WeightForm = "dense"  # all but `dense` on a CPU only
-    threads: Count = 1  # torch threads a rank uses
+    # Of each rank. 0: its share of the cores; `up` shares them among all ranks that it starts.
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
 
     host: str = "127.0.0.1"
     port: Port = 0

@@ -94,6 +94,14 @@ def test_workers_are_numbered() -> None:
     assert settings.decode_worker(0).name == "decode-0"
 
 
+def test_ranks_get_the_threads_that_are_left_open_and_keep_those_that_are_set() -> None:
+    settings = load(flags={"num_prefill": 2, "prefill": {"threads": 3}, "decode": {"tp": 2}})
+
+    assert settings.num_ranks == 4
+    assert settings.prefill_worker(0, threads=1).threads == 3
+    assert settings.decode_worker(0, threads=1).threads == 1
+
+
 def test_settings_never_change_after_they_were_composed() -> None:
     settings = load()
     with pytest.raises(ValueError, match="frozen"):
