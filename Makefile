@@ -78,7 +78,8 @@ bench-engines-env:
 	@for name in vllm llama.cpp; do \
 	    echo "installing $$name into .venv-peers/$$name"; \
 	    { $(PYTHON) -m venv .venv-peers/$$name && \
-	      .venv-peers/$$name/bin/python -m pip install --quiet -r bench/engines/$$name.txt && \
+	      CXXFLAGS="-include $(CURDIR)/bench/engines/tile_config.h" .venv-peers/$$name/bin/python -m pip install \
+	          --quiet $$(test $$name = vllm || echo --no-cache-dir) -r bench/engines/$$name.txt && \
 	      .venv-peers/$$name/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; } || \
 	    echo "$$name did not install: make bench-engine will leave it out"; \
 	done

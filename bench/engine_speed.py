@@ -1,12 +1,12 @@
 """How fast the engine is, beside other engines with the same weights on the same cores.
 
-`make bench-engine`; `make bench-engines-env` installs the others, each with its own packages.
-Every engine is a process; one at a time runs, the others are stopped meanwhile. Repetitions are
-taken in turn. Contexts grow a little while decoding, by the same steps for all.
+`make bench-engine`, eight minutes; `make bench-engines-env` installs the others, each with its own
+packages. Every engine is a process; one at a time runs, the others are stopped meanwhile.
+Repetitions are taken in turn. Contexts grow a little while decoding, by the same steps for all.
 
+    ARGS='--weights dense' has all engines compute in fp32, half of the time; int8 is compared with
+        llama.cpp's Q8_0 and vLLM, stored with both files that llama.cpp has, int4 with its Q4_1
     ARGS='--engine kvferry --engine vLLM --case decode-4 --runs 7 --threads 2' chooses
-    ARGS='--weights int8' has kvferry quantise them, and llama.cpp take Q8_0
-    ARGS='--weights stored' has both take the file's own Q4_1 and Q8_0; the others stay in fp32
 
 Roofline: a decode step reads all weights and the cache once, at the rate at which memory was read
 in the same run; a prompt's products run at the rate of a large product, and causal attention's too.
@@ -14,34 +14,42 @@ That product is fp32's: weights of fewer bits may beat it.
 """
 
 import argparse
-import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from bench.engines.files import default_file, fp32_gguf, hugging_face_folder, q8_0_gguf
-from kvferry.die_with_parent import wrap
+from bench.engines.files import default_file
+from bench.engines.running import Contestant, Running
 from kvferry.transfer_bench.report import Row, plot, row, table, write
 
 OUT = Path("bench/out/engine.json")
-CHILD = Path(__file__).with_name("engines") / "child.py"
-PEERS = Path(".venv-peers")
 CONTEXT = 512
 STEPS = 8
 CASES = {
-    **{f"decode-{batch}": batch for batch in (1, 4, 8, 16)},
     **{f"prefill-{tokens}": tokens for tokens in (512, 2048)},
+    **{f"decode-{batch}": batch for batch in (1, 4, 8, 16)},
 }
+RUNS = {"prefill-2048": 3}
+USUAL_RUNS = 5
 ENGINES = ("kvferry", "transformers", "vLLM", "llama.cpp")
+PEERS = {  # of our form of weights
+    "dense": ("transformers", "vLLM", "llama.cpp F32"),
+    "stored": ("llama.cpp Q4_1", "llama.cpp Q8_0"),
+    "int8": ("llama.cpp Q8_0", "vLLM"),
+    "int4": ("llama.cpp Q4_1",),
+}
+ALL = (
+    *(Contestant("kvferry", form) for form in PEERS),
+    Contestant("transformers"),
+    Contestant("vLLM"),
+    *(Contestant("llama.cpp", form) for form in ("dense", "int8", "stored")),
+)
 
 # SmolLM2-135M
 LAYERS, WIDTH, KV_WIDTH, MIDDLE, VOCABULARY = 30, 576, 192, 1536, 49152
@@ -52,8 +60,10 @@ WEIGHT_BYTES = {  # what a step reads of them
     "dense": 4.0 * WEIGHTS,
     "int8": 34 / 32 * WEIGHTS,
     "stored": 20 / 32 * LAYERS * PER_LAYER + 34 / 32 * HEAD,
+    "int4": 20 / 32 * WEIGHTS,
 }
 KV_BYTES = 4 * LAYERS * 2 * KV_WIDTH  # of a token
+MORE_BYTES = 400 << 20  # that a worker may take beside its weights and its pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,91 +74,44 @@ class Speeds:
     multiply: float  # floating-point operations a second
 
 
-class Running:
-    """One engine's process; stopped but for the time in which it is asked something."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of one case: tokens a second by engine, and the limits, once a repetition."""
 
-    def __init__(self, name: str, threads: int, weights: str = "dense") -> None:
-        self.name = name
-        began = time.perf_counter()
-        python, model, environment = _environment(name, threads, weights)
-        more = [weights] if name == "kvferry" else []
-        self._process = subprocess.Popen(
-            wrap((python, str(CHILD), name, model, str(threads), *more), os.getpid()),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | environment,
-        )
-        self._read()
-        self.start_s = time.perf_counter() - began
-        self._stop()
-
-    def ask(self, **asked: Any) -> float:
-        self._process.send_signal(signal.SIGCONT)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        found = float(self._read())
-        self._stop()
-        return found
-
-    def peak_bytes(self) -> int:
-        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-
-    def close(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-        self._process.kill()
-        self._process.wait()
-
-    def _stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def _read(self) -> Any:
-        """The next answer, past whatever else a library prints."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("ANSWER "):
-                return json.loads(line.removeprefix("ANSWER "))
-        raise OSError(f"{self.name} ended with exit code {self._process.wait()}")
+    case: str
+    taken: dict[str, list[float]]
+    speeds: list[Speeds]
+    context: float  # mean length of the sequences while they were decoded
 
 
-def _environment(name: str, threads: int, weights: str) -> tuple[str, str, dict[str, str]]:
-    """Python, model and variables of an engine. Raises OSError where it is not installed."""
-    root = str(CHILD.parents[2])
-    if name in ("kvferry", "limits"):
-        return sys.executable, "smollm2", {"PYTHONPATH": root}
-    if name == "transformers":
-        return sys.executable, str(hugging_face_folder()), {"HF_HUB_OFFLINE": "1"}
-    python = PEERS / name.lower() / "bin" / "python"
-    if not python.exists():
-        raise OSError("not installed: make bench-engines-env")
-    if name == "llama.cpp":
-        file = {"dense": fp32_gguf, "int8": q8_0_gguf, "stored": default_file}[weights]
-        return str(python), str(file()), {}
-    variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    return str(python), str(hugging_face_folder()), variables
+class Contexts:
+    """Of the sequences that every engine holds: those of smaller batches have grown meanwhile."""
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []
+
+    def grow(self, batch: int) -> None:
+        self._lengths += [CONTEXT] * (batch - len(self._lengths))
+        self.step(2)
+
+    def step(self, steps: int) -> None:
+        self._lengths = [length + steps for length in self._lengths]
+
+    def mean(self) -> float:
+        return statistics.mean(self._lengths)
 
 
 def measure(
-    engines: Sequence[Running], limits: Running, case: str, runs: int
-) -> tuple[dict[str, list[float]], list[Speeds]]:
-    """Tokens a second of each engine, and the machine's speeds, once a repetition."""
+    engines: Sequence[Running], limits: Running, case: str, runs: int, contexts: Contexts
+) -> Measured:
     size, decodes = CASES[case], case.startswith("decode")
     taken: dict[str, list[float]] = {engine.name: [] for engine in engines}
     speeds = []
-    for engine in engines:
-        if decodes:
-            engine.ask(do="begin", batch=size, context=CONTEXT)
-        else:
-            engine.ask(do="prefill", tokens=size)
+    if decodes:
+        for engine in engines:
+            engine.ask(do="grow", batch=size, context=CONTEXT)
+        contexts.grow(size)
+    before = contexts.mean() if decodes else 0.0
     for _ in range(runs):
         read, multiply = (limits.ask(do="limits", what=what) for what in ("read", "multiply"))
         speeds.append(Speeds(read, multiply))
@@ -158,72 +121,114 @@ def measure(
             else:
                 rate = size / engine.ask(do="prefill", tokens=size)
             taken[engine.name].append(rate)
-    for engine in engines:
-        if decodes:
-            engine.ask(do="end")
-    return taken, speeds
+    contexts.step(runs * STEPS if decodes else 0)
+    return Measured(case, taken, speeds, before + runs * STEPS / 2)
 
 
-def roofline(case: str, weights: str, speeds: Sequence[Speeds], runs: int) -> list[float]:
+def roofline(found: Measured, weights: str) -> list[float]:
     """Tokens a second, by the speeds of each repetition."""
-    size = CASES[case]
-    if case.startswith("decode"):
-        context = CONTEXT + 1 + runs * STEPS / 2
-        num_bytes = WEIGHT_BYTES[weights] + size * context * KV_BYTES
+    size = CASES[found.case]
+    if found.case.startswith("decode"):
+        num_bytes = WEIGHT_BYTES[weights] + size * found.context * KV_BYTES
         flops = 2.0 * size * WEIGHTS if weights == "dense" else 0
-        return [size / max(num_bytes / each.read, flops / each.multiply) for each in speeds]
+        return [size / max(num_bytes / each.read, flops / each.multiply) for each in found.speeds]
     flops = 2.0 * LAYERS * PER_LAYER * size + 2 * LAYERS * 2 * WIDTH * size * size / 2
-    return [size / (flops / each.multiply) for each in speeds]
+    return [size / (flops / each.multiply) for each in found.speeds]
 
 
-def report(
-    case: str, weights: str, taken: dict[str, list[float]], speeds: Sequence[Speeds], runs: int
-) -> list[Row]:
-    limit, unit = roofline(case, weights, speeds, runs), "tokens/s"
-    first, *others = taken
-    what = f"{case} {'fp32' if weights == 'dense' else weights}"
-    rows = [row(what, taken[first], limit, each, taken[each], unit=unit) for each in others]
-    return rows or [row(what, taken[first], limit, unit=unit)]
+def report(engines: Sequence[Running], found: Measured) -> list[Row]:
+    rows, unit = [], "tokens/s"
+    for engine in engines:
+        if engine.who.engine != "kvferry":
+            continue
+        weights, ours = engine.who.weights, found.taken[engine.name]
+        limit, what = roofline(found, weights), f"{found.case} {weights}"
+        peers = [name for name in PEERS[weights] if name in found.taken]
+        rows += [row(what, ours, limit, name, found.taken[name], unit) for name in peers]
+        if not peers:
+            rows.append(row(what, ours, limit, unit=unit))
+    return rows
 
 
 def costs(engines: Sequence[Running]) -> list[Row]:
     rows = []
+    theirs = {each.name: each for each in engines}
     for engine in engines:
-        rows.append(row(f"{engine.name}: start to first token", [engine.start_s], unit="s"))
-        memory = engine.peak_bytes() / 2**20
-        rows.append(row(f"{engine.name}: peak memory", [memory], unit="MiB"))
+        if engine.who.engine != "kvferry":
+            continue
+        peers = [name for name in PEERS[engine.who.weights] if name in theirs]
+        pool = engine.ask(do="pool bytes")
+        may = (WEIGHT_BYTES[engine.who.weights] + pool + MORE_BYTES) / 2**20
+        resident, what = engine.resident_bytes / 2**20, f"{engine.name}: "
+        rows.append(row(what + "resident after the start", [resident], [may], unit="MiB"))
+        for name in peers:
+            start_s = [theirs[name].start_s]
+            rows.append(
+                row(what + "start to first token", [engine.start_s], (), name, start_s, "s")
+            )
     return rows
+
+
+def overview(engines: Sequence[Running], all_found: Sequence[Measured]) -> Table:
+    """Medians: an engine a row, a case a column, then what it costs."""
+    made = Table(title="tokens/s")
+    for name in ("engine", *(each.case for each in all_found), "start, s", "peak, MiB"):
+        made.add_column(name, justify="left" if name == "engine" else "right")
+    for engine in engines:
+        rates = [f"{statistics.median(each.taken[engine.name]):.1f}" for each in all_found]
+        peak = engine.peak_bytes() / 2**20
+        made.add_row(engine.name, *rates, f"{engine.start_s:.1f}", f"{peak:.0f}")
+    return made
+
+
+def _started(
+    wanted: Sequence[Contestant], threads: int, console: Console
+) -> tuple[list[Running], dict[str, str]]:
+    """Those that start, and why others do not."""
+    engines: list[Running] = []
+    missing: dict[str, str] = {}
+    for who in wanted:
+        try:
+            engines.append(Running(who, threads))
+            console.print(f"{who}: first token after {engines[-1].start_s:.1f} s")
+        except OSError as error:
+            missing[str(who)] = str(error)
+            console.print(f"{who} is left out: {error}")
+    return engines, missing
+
+
+def _chosen(engines: Sequence[str], forms: Sequence[str]) -> list[Contestant]:
+    names = {name for form in forms for name in (f"kvferry {form}", *PEERS[form])}
+    return [who for who in ALL if who.engine in engines and str(who) in names]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", action="append", choices=ENGINES)
     parser.add_argument("--case", action="append", choices=CASES)
-    parser.add_argument("--weights", choices=WEIGHT_BYTES, default="dense")
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--weights", action="append", choices=PEERS)
+    parser.add_argument("--runs", type=int)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
-    console = Console()
-    limits = Running("limits", asked.threads)
-    engines: list[Running] = []
-    missing: dict[str, str] = {}
+    console, began = Console(), time.perf_counter()
+    wanted = _chosen(asked.engine or ENGINES, asked.weights or list(PEERS))
+    limits = Running(Contestant("limits"), asked.threads)
+    engines, missing = _started(wanted, asked.threads, console)
+    rows: list[Row] = []
+    all_found: list[Measured] = []
+    contexts = Contexts()
     try:
-        for name in asked.engine or ENGINES:
-            try:
-                engines.append(Running(name, asked.threads, asked.weights))
-            except OSError as error:
-                missing[name] = str(error)
-                console.print(f"{name} is left out: {error}")
-        rows: list[Row] = []
-        for case in asked.case or CASES:
-            taken, speeds = measure(engines, limits, case, asked.runs)
-            rows += report(case, asked.weights, taken, speeds, asked.runs)
-            console.print(table(rows[-max(1, len(engines) - 1) :]))
+        for case in (case for case in CASES if case in (asked.case or CASES)):
+            runs = asked.runs or RUNS.get(case, USUAL_RUNS)
+            all_found.append(measure(engines, limits, case, runs, contexts))
+            rows += (new := report(engines, all_found[-1]))
+            console.print(table(new))
         rows += costs(engines)
+        console.print(overview(engines, all_found))
     finally:
         for engine in (*engines, limits):
             engine.close()
-    console.print(table(rows))
+    speeds = [each for found in all_found for each in found.speeds]
     about = {
         "threads": asked.threads,
         "model": str(default_file().name),
@@ -231,11 +236,12 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "read GB/s": round(statistics.median(each.read for each in speeds) / 1e9, 1),
         "product GFLOP/s": round(statistics.median(each.multiply for each in speeds) / 1e9),
+        "seconds": round(time.perf_counter() - began),
     }
-    out = OUT if asked.weights == "dense" else OUT.with_stem(f"engine-{asked.weights}")
-    write(out, rows, about)
-    plot(out.with_suffix(".png"), rows, console, unit="tokens/s")
-    console.print(f"wrote {out}")
+    console.print(table(rows))
+    write(OUT, rows, about)
+    plot(OUT.with_suffix(".png"), rows, console, unit="tokens/s")
+    console.print(f"{about}\nwrote {OUT}")
 
 
 if __name__ == "__main__":

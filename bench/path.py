@@ -16,7 +16,7 @@ from typing import Any
 import grpc.aio
 from rich.console import Console
 
-from bench.engine_speed import Running
+from bench.engines.running import Contestant, Running
 from engine.clock import MonotonicClock
 from kvferry.cluster import running_cluster
 from kvferry.redis_server import free_port
@@ -63,7 +63,7 @@ async def ask(stub: Any, seed: int) -> tuple[float, float]:
 
 def alone(engine: Running) -> tuple[float, float]:
     """The same by the bare engine."""
-    prefill = engine.ask(do="begin", batch=1, context=NUM_TOKENS)  # and one step of decode
+    prefill = engine.ask(do="grow", batch=1, context=NUM_TOKENS)  # and one step of decode
     rest = engine.ask(do="decode", steps=NUM_OUTPUT - 2)
     engine.ask(do="end")
     return prefill, prefill + rest
@@ -72,7 +72,7 @@ def alone(engine: Running) -> tuple[float, float]:
 async def measure(folder: Path, threads: int) -> tuple[list[float], list[float], list[float]]:
     """Seconds of whole requests, of the same by the bare engine, and to first tokens."""
     whole, bare, first = list[float](), list[float](), list[float]()
-    engine = Running("kvferry", threads)
+    engine = Running(Contestant("kvferry"), threads)
     settings = settings_of(folder, threads)
     try:
         async with running_cluster(settings, lambda event: None, MonotonicClock()) as cluster:

@@ -5,7 +5,7 @@
 The first line out says that the first token has been made. Then:
 
     {"do": "prefill", "tokens": 512}                the seconds to the first token of a new prompt
-    {"do": "begin", "batch": 4, "context": 512}     makes so many sequences of such a length
+    {"do": "grow", "batch": 4, "context": 512}      adds sequences of such a length, up to so many
     {"do": "decode", "steps": 12}                   the seconds of so many steps of them all
     {"do": "end"}                                   lets go of the sequences
 """
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 VOCABULARY = 49_000
 LONGEST = 2_700  # tokens of a sequence
 MOST = 16  # sequences
+ROOM = 832  # tokens for each of so many
 
 
 def prompt(source: random.Random, num_tokens: int) -> list[int]:
@@ -26,8 +27,12 @@ def prompt(source: random.Random, num_tokens: int) -> list[int]:
 
 
 class Engine(Protocol):
+    @property
+    def size(self) -> int:
+        """How many sequences it holds."""
+
     def prefill(self, prompts: list[list[int]]) -> None:
-        """To the first token of each; the sequences stay."""
+        """To the first token of each; the sequences stay, beside those that were there."""
 
     def step(self) -> None:
         """One more token for every sequence."""
@@ -56,8 +61,9 @@ class Kvferry:
         config: Any = source.config
         heads = HeadMap.even(config.num_query_heads, config.num_kv_heads, 1)
         loaded = source.load(heads, 0, SingleComm(), weights=weights)
-        num_blocks = MOST * 704 // 16
+        num_blocks = MOST * ROOM // 16
         store = KvStore(loaded.spec, heads.kv[0], num_blocks)
+        self.pool_bytes = num_blocks * loaded.spec.bytes_per_block(len(heads.kv[0]))
         self._engine = KvferryEngine(
             EngineConfig(), loaded, store, BlockPool(num_blocks), SingleComm(),
             Namespace(b"bench".ljust(32)), MonotonicClock(),
@@ -65,12 +71,16 @@ class Kvferry:
         self._requests: list[Any] = []
         self._heard: dict[str, int] = {}
 
+    @property
+    def size(self) -> int:
+        return len(self._requests)
+
     def prefill(self, prompts: list[list[int]]) -> None:
         from engine.request import Request, TokenOutput
         from engine.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=10_000, temperature=0, ignore_eos=True)
-        for number, tokens in enumerate(prompts):
+        for number, tokens in enumerate(prompts, self.size):
 
             def hear(output: object, number: int = number) -> None:
                 self._heard[str(number)] += isinstance(output, TokenOutput)
@@ -97,7 +107,9 @@ class Kvferry:
 
 
 class Transformers:
-    """Eager, with its own cache; each sequence of the batch as long as the others."""
+    """Eager, with its own cache; each sequence of the batch as long as the others, and all alike,
+    since its cache cannot take in another one.
+    """
 
     def __init__(self, model: str, threads: int) -> None:
         import torch
@@ -109,7 +121,16 @@ class Transformers:
         self._cache: Any = None
         self._next: Any = None
 
+    @property
+    def size(self) -> int:
+        return 0 if self._next is None else len(self._next)
+
     def prefill(self, prompts: list[list[int]]) -> None:
+        if self.size:
+            times = 1 + len(prompts) // self.size
+            self._cache.batch_repeat_interleave(times)
+            self._next = self._next.repeat_interleave(times, 0)
+            return
         with self._torch.inference_mode():
             out = self._model(self._torch.tensor(prompts), use_cache=True, logits_to_keep=1)
         self._take(out)
@@ -141,6 +162,10 @@ class Vllm:
         self._ids: list[str] = []
         self._num = 0
 
+    @property
+    def size(self) -> int:
+        return len(self._ids)
+
     def prefill(self, prompts: list[list[int]]) -> None:
         waiting = set()
         for tokens in prompts:
@@ -171,19 +196,32 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(model.encode(), options)
-        about = llama_cpp.llama_context_default_params()
-        about.n_ctx, about.n_seq_max = MOST * 768, MOST
-        about.n_batch = 2048
-        about.n_threads = about.n_threads_batch = threads
-        self._context = llama_cpp.llama_init_from_model(self._model, about)
-        assert self._context, "no context"
+        self._threads = threads
+        self._several = self._context = self._make_context(MOST, ROOM)
+        self._alone: Any = None  # for one sequence that is longer, made when it comes
         self._batch = llama_cpp.llama_batch_init(2048, 0, 1)
         self._lengths: list[int] = []
         self._next: list[int] = []
         self._size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
+    def _make_context(self, num_sequences: int, room: int) -> Any:
+        about = self._api.llama_context_default_params()
+        about.n_ctx, about.n_seq_max = num_sequences * room, num_sequences
+        about.n_batch = 2048
+        about.n_threads = about.n_threads_batch = self._threads
+        context = self._api.llama_init_from_model(self._model, about)
+        assert context, "no context"
+        return context
+
+    @property
+    def size(self) -> int:
+        return len(self._lengths)
+
     def prefill(self, prompts: list[list[int]]) -> None:
-        for sequence, tokens in enumerate(prompts):
+        if max(map(len, prompts)) > ROOM:
+            self._alone = self._alone or self._make_context(1, LONGEST)
+            self._context = self._alone
+        for sequence, tokens in enumerate(prompts, self.size):
             self._decode([(token, at, sequence) for at, token in enumerate(tokens)], [-1])
             self._lengths.append(len(tokens))
 
@@ -199,6 +237,7 @@ class LlamaCpp:
     def clear(self) -> None:
         memory = self._api.llama_get_memory(self._context)
         self._api.llama_memory_clear(memory, True)
+        self._context = self._several
         self._lengths, self._next = [], []
 
     def _decode(self, rows: list[tuple[int, int, int]], wanted: Any) -> None:
@@ -259,6 +298,8 @@ ENGINES: dict[str, Any] = {
 
 
 def answer(engine: Any, asked: dict[str, Any], source: random.Random) -> float:
+    if asked["do"] == "prefill" and engine.size:
+        engine.clear()
     began = time.perf_counter()
     match asked["do"]:
         case "prefill":
@@ -266,14 +307,18 @@ def answer(engine: Any, asked: dict[str, Any], source: random.Random) -> float:
             taken = time.perf_counter() - began
             engine.clear()
             return taken
-        case "begin":
-            engine.prefill([prompt(source, asked["context"]) for _ in range(asked["batch"])])
+        case "grow":
+            more = asked["batch"] - engine.size
+            if more > 0:
+                engine.prefill([prompt(source, asked["context"]) for _ in range(more)])
             engine.step()
         case "decode":
             for _ in range(asked["steps"]):
                 engine.step()
         case "end":
             engine.clear()
+        case "pool bytes":
+            return float(engine.pool_bytes)
         case "limits":
             return float(getattr(engine, asked["what"])())
     return time.perf_counter() - began
