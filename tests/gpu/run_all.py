@@ -1,4 +1,4 @@
-"""Checks every kernel against its reference on a CUDA device, and says how fast each one moves.
+"""Checks kernels against references on a CUDA device, and steps, and says how fast each one moves.
 
     python tests/gpu/run_all.py
 
@@ -28,6 +28,7 @@ from kernels.sample_tokens import Filters, sample_tokens, sample_tokens_referenc
 from kernels.scatter_blocks import scatter_cells
 from kernels.silu_multiply import silu_multiply
 from kernels.write_kv import write_kv
+from tests.gpu.serving import num_failed
 
 CHECKS = Path(__file__).parents[1] / "kernels" / "against_reference.py"
 CHECKS_TIMEOUT_S = 300
@@ -218,9 +219,12 @@ def main() -> int:
     checks = subprocess.run(
         [sys.executable, str(CHECKS), "cuda"], timeout=CHECKS_TIMEOUT_S, check=False
     )
+    print(flush=True)
+    failed = num_failed("cuda")
     report("cuda")
     print("\nevery kernel equals its reference" if not checks.returncode else "\nA KERNEL IS WRONG")
-    return 1 if checks.returncode else 0
+    print("the steps are sound" if not failed else f"{failed} CHECKS OF STEPS FAILED")
+    return 1 if checks.returncode or failed else 0
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.gpu import run_all
+from tests.gpu import run_all, serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,3 +39,17 @@ def test_every_kernel_is_timed() -> None:
     assert run_all.decode_gb_s(small, "cpu", torch.float32, batch=2, context=40) > 0
     assert run_all.prefill_tflop_s(small, "cpu", torch.float32, tokens=40) > 0
     assert all(took > 0 for took in run_all.sampling_ms("cpu", num_draws=2, vocabulary=300))
+
+
+def test_the_checks_of_steps_run_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serving.num_failed("cpu") == 0
+    assert capsys.readouterr().out.count("\nok     ") == len(serving.CHECKS) - 1
+
+
+def test_a_check_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: str) -> str:
+        raise AssertionError(device)
+
+    monkeypatch.setattr(serving, "CHECKS", (fails, fails))
+    monkeypatch.setattr(serving, "wire_gb_s", lambda device: {})
+    assert serving.num_failed("cpu") == 2
