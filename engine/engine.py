@@ -383,9 +383,12 @@ class Engine:
         drawn = sample(logits_RV, self._roster.draws(step))
         share(step, started, self._clock.now())
         with self._changed:
+            first = [] if self._death is not None else self._roster.first_tokens(step, drawn)
+        self._deliver(first)
+        with self._changed:
             if self._death is not None:
                 return  # everything has failed meanwhile
-            told = self._roster.commit(step, drawn)
+            told = self._roster.commit(step, drawn, first)
         self._deliver(told)
 
     def _run(self) -> None:

@@ -3,7 +3,8 @@
     queue, reserve, bind      a request comes in
     settle                    between steps: cancellations and adoptions take effect
     plan                      what to run; who cannot go on fails
-    draws, commit             after the run: tokens are counted, judged and put out
+    draws, first_tokens       after the run: what to draw, and of that what may be told at once
+    commit                    tokens are counted, judged and put out
     release_held, abandon     blocks that somebody outside was using come back
 
 Each of them returns what is to be told to whom; telling is the engine's part. Blocks of a step are
@@ -11,7 +12,7 @@ given back only by settle, plan and commit, so never while the step runs.
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.request import (
@@ -249,34 +250,45 @@ class Roster:
             for number in _numbers(part.choice)
         ]
 
-    def commit(self, step: Step, drawn: Iterable[Drawn | None]) -> list[Delivery]:
-        """Count the step's tokens, and put out those that were drawn."""
+    def first_tokens(self, step: Step, drawn: Sequence[Drawn | None]) -> list[Delivery]:
+        """The first tokens of prompts, to be told before anything is counted: naming the blocks of
+        a long prompt takes a while, and the client waits. Not those that end one: who hears of an
+        end may count on the books.
+        """
         out: list[Delivery] = []
-        results = iter(drawn)
+        for part, tokens in _with_tokens(step, drawn):
+            request = part.choice.request
+            if part.choice.output or len(tokens) < request.params.n:
+                continue
+            judged = [_judge(self._make_rules(request), token) for token in tokens]
+            if not any(token.finish_reason for token in judged):
+                out += [(request, token) for token in judged]
+        return out
+
+    def commit(
+        self, step: Step, drawn: Sequence[Drawn | None], told: Sequence[Delivery] = ()
+    ) -> list[Delivery]:
+        """Count the step's tokens, and put out those that were drawn and are not `told`."""
+        out: list[Delivery] = []
+        early = {request.request_id for request, _ in told}
         for part in step.slices:
             self._scheduler.advance(part)
             self._stats.computed_tokens += part.stop - part.start
-        for part in _drawing(step):
+        for part, tokens in _with_tokens(step, drawn):
             request = part.choice.request
-            numbers = _numbers(part.choice)
-            index = len(part.choice.output)
-            tokens: list[TokenOutput] = []
-            for number, result in zip(numbers, results, strict=False):
-                if result is not None:
-                    logprobs = (result.logprob, result.top)
-                    tokens.append(TokenOutput(number, index, result.token_id, *logprobs))
             if part.choice not in request.choices:
                 continue  # a sibling's logits ended the request
-            if len(tokens) < len(numbers):
+            untold: list[Delivery] = [] if request.request_id in early else out
+            if len(tokens) < len(_numbers(part.choice)):
                 self._stats.nonfinite_requests += 1
-                reason = f"the model gave no finite logits for token {index}"
+                reason = f"the model gave no finite logits for token {len(part.choice.output)}"
                 self._fail(request, "INTERNAL", reason, out)
             elif request.hold:
-                self._finish_held(part.choice, tokens, out)
+                self._finish_held(part.choice, tokens, untold)
             elif part.choice.output:
-                self._append([part.choice], tokens, out)
+                self._append([part.choice], tokens, untold)
             else:
-                self._append(self._all_choices(part.choice), tokens, out)
+                self._append(self._all_choices(part.choice), tokens, untold)
         return out
 
     def fail_all(self, code: str, reason: str) -> list[Delivery]:
@@ -385,6 +397,23 @@ class Roster:
 
 def _drawing(step: Step) -> list[Slice]:
     return [part for part in step.slices if part.wants_logits]
+
+
+def _with_tokens(
+    step: Step, drawn: Sequence[Drawn | None]
+) -> Iterator[tuple[Slice, list[TokenOutput]]]:
+    """Each slice that ends its choice's pending tokens, with what was drawn for it: less than it
+    asked for where the logits were no numbers.
+    """
+    results = iter(drawn)
+    for part in _drawing(step):
+        index = len(part.choice.output)
+        tokens: list[TokenOutput] = []
+        for number, result in zip(_numbers(part.choice), results, strict=False):
+            if result is not None:
+                logprobs = (result.logprob, result.top)
+                tokens.append(TokenOutput(number, index, result.token_id, *logprobs))
+        yield part, tokens
 
 
 def _numbers(choice: Choice) -> range:

@@ -12,6 +12,7 @@ from engine.request import (
     DuplicateRequest,
     EngineStopped,
     Failed,
+    Output,
     QueueFull,
     Refused,
     Request,
@@ -433,6 +434,46 @@ def test_a_listener_that_fails_loses_its_request_and_no_other() -> None:
     worker.engine.add(request)
     well = worker.ask([2] * 5, 5)
     assert well.text == truth([2] * 5, 5)
+    assert worker.is_empty()
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_first_token_is_told_before_the_step_is_booked(
+    hold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has the pool named a block of the prompt, nor could the index hear of one."""
+    worker, log = SmallWorker(), list[str]()
+    name, commit = worker.pool.name, worker.engine._roster.commit
+
+    def named(*arguments: Any) -> bool:
+        log.append("named")
+        return name(*arguments)
+
+    def committed(*arguments: Any) -> object:
+        log.append("booked")
+        return commit(*arguments)
+
+    monkeypatch.setattr(worker.pool, "name", named)
+    monkeypatch.setattr(worker.engine._roster, "commit", committed)
+    request, heard = worker.request([7] * 40, 3, hold=hold, n=2)
+
+    def on_output(output: Output) -> None:
+        if isinstance(output, TokenOutput):
+            log.append(f"token {output.index} of {output.choice}")
+        heard(output)
+
+    request.on_output = on_output
+    worker.engine.add(request)
+    worker.engine.step()
+    assert log == ["token 0 of 0", "token 0 of 1", "booked", "named", "named"]
+    assert heard.text == truth([7] * 40, 1)
+    worker.engine.check()
+
+
+def test_a_first_token_that_ends_its_request_is_told_once_and_when_it_is_booked() -> None:
+    worker = SmallWorker()
+    heard = worker.ask([7] * 40, 1)
+    assert (heard.text, heard.finishes) == (truth([7] * 40, 1), {0: "length"})
     assert worker.is_empty()
 
 
