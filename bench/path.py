@@ -1,15 +1,17 @@
 """What the way through router, prefill, transfer and decode adds to a request's time.
 
-`make bench-path`: SmolLM2, 512 prompt tokens, 128 output tokens, one prefill worker and one of TP 1
-for decode, as many threads each as there are cores, since they work one after the other. In turn
-with each request the bare engine computes the same in a process of its own, stepped by hand.
+`make bench-path`, two minutes: SmolLM2, 512 prompt tokens, 128 output tokens, one prefill worker
+and one of TP 1 for decode, as many threads each as there are cores, since they work one after the
+other (`ARGS='--threads 1 --runs 3'` for others). In turn with each request the bare engine computes the same in a process of its own, stepped by hand.
 """
 
+import argparse
 import asyncio
 import os
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from transport.grpc_options import channel_options
 OUT = Path("bench/out/path.json")
 NUM_TOKENS = 512
 NUM_OUTPUT = 128
-RUNS = 7
+RUNS = 5
 VOCABULARY = 49_000
 
 
@@ -63,15 +65,17 @@ async def ask(stub: Any, seed: int) -> tuple[float, float]:
 
 def alone(engine: Running) -> tuple[float, float]:
     """The same by the bare engine."""
-    prefill = engine.ask(do="grow", batch=1, context=NUM_TOKENS)  # and one step of decode
-    rest = engine.ask(do="decode", steps=NUM_OUTPUT - 2)
+    first = engine.ask(do="grow", batch=1, context=NUM_TOKENS, step=False)
+    rest = engine.ask(do="decode", steps=NUM_OUTPUT - 1)
     engine.ask(do="end")
-    return prefill, prefill + rest
+    return first, first + rest
 
 
-async def measure(folder: Path, threads: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of whole requests, of the same by the bare engine, and to first tokens."""
-    whole, bare, first = list[float](), list[float](), list[float]()
+async def measure(
+    folder: Path, threads: int, runs: int, console: Console
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Seconds to the first and to the last token, by way of the cluster and of the bare engine."""
+    through, bare = list[tuple[float, float]](), list[tuple[float, float]]()
     engine = Running(Contestant("kvferry"), threads)
     settings = settings_of(folder, threads)
     try:
@@ -79,30 +83,40 @@ async def measure(folder: Path, threads: int) -> tuple[list[float], list[float],
             address = cluster.record.grpc_address
             async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
                 stub: Any = inference_pb2_grpc.InferenceStub(channel)
-                for seed in range(RUNS + 1):
-                    to_first, to_last = await ask(stub, seed)
-                    taken = await asyncio.to_thread(alone, engine)
-                    if seed:  # the first one warms up
-                        first.append(to_first)
-                        whole.append(to_last)
-                        bare.append(taken[1])
+                for seed in range(runs + 1):
+                    through.append(await ask(stub, seed))
+                    bare.append(await asyncio.to_thread(alone, engine))
+                    (first, last), (bare_first, bare_last) = through[-1], bare[-1]
+                    console.print(
+                        f"first token {first:.3f} s, bare {bare_first:.3f};"
+                        f" all {last:.3f} s, bare {bare_last:.3f}"
+                    )
     finally:
         engine.close()
-    return whole, bare, first
+    return through[1:], bare[1:]  # the first of each warms up
 
 
 async def main() -> None:
-    threads = len(os.sched_getaffinity(0))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    asked = parser.parse_args()
+    console = Console()
     with tempfile.TemporaryDirectory() as name:
-        whole, bare, first = await measure(Path(name), threads)
-    what = f"{NUM_TOKENS} prompt and {NUM_OUTPUT} output tokens"
-    rows = [
-        row(what, whole, peer="the bare engine", peer_values=bare, unit="s"),
-        row("to the first token", first, unit="s"),
-    ]
-    Console().print(table(rows))
-    write(OUT, rows, {"threads": threads, "load": os.getloadavg()[0]})
-    print(f"wrote {OUT}")
+        through, bare = await measure(Path(name), asked.threads, asked.runs, console)
+    whole = f"{NUM_TOKENS} prompt and {NUM_OUTPUT} output tokens"
+    parts: dict[str, Callable[[float, float], float]] = {
+        whole: lambda first, last: last,
+        "to the first token": lambda first, last: first,
+        "each other token": lambda first, last: (last - first) / (NUM_OUTPUT - 1),
+    }
+    rows = []
+    for what, part in parts.items():
+        ours, theirs = [part(*each) for each in through], [part(*each) for each in bare]
+        rows.append(row(what, ours, (), "the bare engine", theirs, "s"))
+    console.print(table(rows))
+    write(OUT, rows, {"threads": asked.threads, "load": os.getloadavg()[0]})
+    console.print(f"wrote {OUT}")
 
 
 if __name__ == "__main__":

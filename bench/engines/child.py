@@ -5,7 +5,8 @@
 The first line out says that the first token has been made. Then:
 
     {"do": "prefill", "tokens": 512}                the seconds to the first token of a new prompt
-    {"do": "grow", "batch": 4, "context": 512}      adds sequences of such a length, up to so many
+    {"do": "grow", "batch": 4, "context": 512}      adds sequences of such a length, up to so many,
+                                                    and steps once unless "step" is false
     {"do": "decode", "steps": 12}                   the seconds of so many steps of them all
     {"do": "end"}                                   lets go of the sequences
 """
@@ -40,32 +41,41 @@ class Engine(Protocol):
     def clear(self) -> None: ...
 
 
+def share_of(model: str, threads: int, weights: Any, comm: Any, num_blocks: int) -> Any:
+    """One rank's (source, loaded model, store)."""
+    import torch
+
+    from kvcache.head_map import HeadMap
+    from kvcache.kv_store import KvStore
+    from model.source import open_model
+
+    torch.set_num_threads(threads)
+    source = open_model(model)
+    config: Any = source.config
+    heads = HeadMap.even(config.num_query_heads, config.num_kv_heads, comm.size)
+    loaded = source.load(heads, comm.rank, comm, weights=weights)
+    return source, loaded, KvStore(loaded.spec, heads.kv[comm.rank], num_blocks)
+
+
 class Kvferry:
     """The engine that workers run, stepped by hand: scheduling and sampling are part of it."""
 
-    def __init__(self, model: str, threads: int, weights: Any = "dense") -> None:
-        import torch
-
+    def __init__(
+        self, model: str, threads: int, weights: Any = "dense", comm: Any = None, most: int = MOST
+    ) -> None:
         from engine.clock import MonotonicClock
         from engine.engine import Engine as KvferryEngine
         from engine.engine import EngineConfig
         from kvcache.block_hash import Namespace
         from kvcache.block_pool import BlockPool
-        from kvcache.head_map import HeadMap
-        from kvcache.kv_store import KvStore
         from model.comm import SingleComm
-        from model.source import open_model
 
-        torch.set_num_threads(threads)
-        source = open_model(model)
-        config: Any = source.config
-        heads = HeadMap.even(config.num_query_heads, config.num_kv_heads, 1)
-        loaded = source.load(heads, 0, SingleComm(), weights=weights)
-        num_blocks = MOST * ROOM // 16
-        store = KvStore(loaded.spec, heads.kv[0], num_blocks)
-        self.pool_bytes = num_blocks * loaded.spec.bytes_per_block(len(heads.kv[0]))
+        comm = comm or SingleComm()
+        num_blocks = most * ROOM // 16
+        _, loaded, store = share_of(model, threads, weights, comm, num_blocks)
+        self.pool_bytes = num_blocks * loaded.spec.bytes_per_block(len(store.kv_heads))
         self._engine = KvferryEngine(
-            EngineConfig(), loaded, store, BlockPool(num_blocks), SingleComm(),
+            EngineConfig(), loaded, store, BlockPool(num_blocks), comm,
             Namespace(b"bench".ljust(32)), MonotonicClock(),
         )  # fmt: skip
         self._requests: list[Any] = []
@@ -311,7 +321,8 @@ def answer(engine: Any, asked: dict[str, Any], source: random.Random) -> float:
             more = asked["batch"] - engine.size
             if more > 0:
                 engine.prefill([prompt(source, asked["context"]) for _ in range(more)])
-            engine.step()
+            if asked.get("step", True):
+                engine.step()
         case "decode":
             for _ in range(asked["steps"]):
                 engine.step()

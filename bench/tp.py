@@ -1,0 +1,84 @@
+"""How fast several ranks of one host decode: activations added up in shared memory, or by gloo.
+
+`make bench-tp`, two minutes. SmolLM2-135M, 2 and 3 ranks of one thread each, 512 tokens each; the two ways take turns, each with a group made for it. `ARGS='--size 2 --batch 1'` for less.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.engines.child import ROOM, Kvferry, prompt, share_of
+from engine import follower
+from engine.rank_group import GroupConfig, RankGroup, join
+from kvferry.transfer_bench.report import Row, row, table, write
+
+OUT = Path("bench/out/tp.json")
+MODEL = "smollm2"
+SIZES, BATCHES = (2, 3), (1, 8)
+CONTEXT = 512
+ROUNDS = 3  # of each way, in turn
+STEPS = 10
+FOLLOW = "--follow"
+PEER = "gloo over loopback"
+
+
+def follow() -> None:
+    """A rank above 0."""
+    seat, _ = join([argument for argument in sys.argv[1:] if argument != FOLLOW])
+    note = seat.wait("config", 30)
+    comm = seat.connect(GroupConfig(note["size"], note["backend"]))
+    _, model, store = share_of(MODEL, 1, "dense", comm, note["batch"] * ROOM // 16)
+    follower.run(model, store, comm)
+
+
+def lead(size: int, backend: Any, batch: int) -> float:
+    """Tokens a second: the median of STEPS steps."""
+    group = RankGroup(GroupConfig(size, backend), "bench.tp", [FOLLOW])
+    group.start()
+    try:
+        group.publish("config", {"size": size, "backend": backend, "batch": batch})
+        engine = Kvferry(MODEL, 1, "dense", group.connect(), batch)
+        source = random.Random(7)
+        engine.prefill([prompt(source, CONTEXT) for _ in range(batch)])
+        engine.step()
+        taken = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            engine.step()
+            taken.append(time.perf_counter() - began)
+        return batch / statistics.median(taken)
+    finally:
+        group.stop(0.0)  # the others wait for a step that does not come
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=int, action="append", choices=SIZES)
+    parser.add_argument("--batch", type=int, action="append", choices=BATCHES)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    console, rows = Console(), list[Row]()
+    for size in asked.size or SIZES:
+        for batch in asked.batch or BATCHES:
+            taken: dict[str, list[float]] = {"memory": [], "gloo": []}
+            for _ in range(asked.rounds):
+                for backend, found in taken.items():
+                    found.append(lead(size, backend, batch))
+            what, ours = f"TP {size}, decode of {batch}", taken["memory"]
+            rows.append(row(what, ours, (), PEER, taken["gloo"], "tokens/s"))
+            console.print(table(rows[-1:]))
+    write(OUT, rows, {"cpus": os.cpu_count(), "load": os.getloadavg()[0]})
+    console.print(f"wrote {OUT}")
+
+
+if __name__ == "__main__":
+    follow() if FOLLOW in sys.argv else main()
