@@ -2,7 +2,8 @@
 
 `make bench-path`, two minutes: SmolLM2, 512 prompt tokens, 128 output tokens, one prefill worker
 and one of TP 1 for decode, as many threads each as there are cores, since they work one after the
-other (`ARGS='--threads 1 --runs 3'` for others). In turn with each request the bare engine computes the same in a process of its own, stepped by hand.
+other. `ARGS='--threads 1 --runs 3'` for less. In turn with each request the bare engine computes
+the same in a process of its own, stepped by hand.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """How fast several ranks of one host decode: activations added up in shared memory, or by gloo.
 
-`make bench-tp`, two minutes. SmolLM2-135M, 2 and 3 ranks of one thread each, 512 tokens each; the two ways take turns, each with a group made for it. `ARGS='--size 2 --batch 1'` for less.
+`make bench-tp`, two minutes. SmolLM2-135M, 2 and 3 ranks of one thread each, 512 tokens a sequence;
+the two ways take turns, each with a group made for it. `ARGS='--size 2 --batch 1'` for less.
 """
 
 import argparse

@@ -3,6 +3,7 @@
  * Every thread runs the whole of the work; `next_item` deals out the items of a phase, and `meet`
  * ends it. A waiting thread looks again and again for some microseconds, then lets others have its
  * core in between, then sleeps in the kernel: teams of several processes may share the cores.
+ * Members keep off the core of the caller.
  */
 #ifndef KVFERRY_TEAM_H
 #define KVFERRY_TEAM_H
