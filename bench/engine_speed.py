@@ -181,7 +181,7 @@ def overview(engines: Sequence[Running], all_found: Sequence[Measured]) -> Table
     return made
 
 
-def _started(
+def started(
     wanted: Sequence[Contestant], threads: int, console: Console
 ) -> tuple[list[Running], dict[str, str]]:
     """Those that start, and why others do not."""
@@ -197,7 +197,7 @@ def _started(
     return engines, missing
 
 
-def _chosen(engines: Sequence[str], forms: Sequence[str]) -> list[Contestant]:
+def chosen(engines: Sequence[str], forms: Sequence[str]) -> list[Contestant]:
     names = {name for form in forms for name in (f"kvferry {form}", *PEERS[form])}
     return [who for who in ALL if who.engine in engines and str(who) in names]
 
@@ -211,9 +211,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
     console, began = Console(), time.perf_counter()
-    wanted = _chosen(asked.engine or ENGINES, asked.weights or list(PEERS))
+    wanted = chosen(asked.engine or ENGINES, asked.weights or list(PEERS))
     limits = Running(Contestant("limits"), asked.threads)
-    engines, missing = _started(wanted, asked.threads, console)
+    engines, missing = started(wanted, asked.threads, console)
     rows: list[Row] = []
     all_found: list[Measured] = []
     contexts = Contexts()

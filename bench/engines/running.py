@@ -74,8 +74,7 @@ class Running:
         self._process.wait()
 
     def _memory(self, field: str) -> int:
-        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+        return memory_of(self._process.pid, field)
 
     def _stop(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -87,6 +86,12 @@ class Running:
             if line.startswith("ANSWER "):
                 return json.loads(line.removeprefix("ANSWER "))
         raise OSError(f"{self.name} ended with exit code {self._process.wait()}")
+
+
+def memory_of(pid: int, field: str) -> int:
+    """Bytes, of a field of /proc's status such as VmRSS."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def _environment(who: Contestant, threads: int) -> tuple[str, str, dict[str, str]]:
