@@ -150,7 +150,8 @@ def paged_attention(
     group = num_query_heads // num_kv_heads
     group_rows = triton.next_power_of_2(group)
     decodes = num_tokens == num_sequences
-    most_rows = DECODE_ROWS if decodes else PREFILL_ROWS
+    width = max(16, triton.next_power_of_2(head_dim))
+    most_rows = PREFILL_ROWS if not decodes and width <= max_width(q_THD.dtype) else DECODE_ROWS
     row_queries = max(1, most_rows // group_rows)
     num_splits = triton.cdiv(block_tables_SB.shape[1] * num_slots, SPLIT) if decodes else 1
     split = SPLIT if num_splits > 1 else 0
@@ -166,7 +167,7 @@ def paged_attention(
         scale * LOG2_E, num_sequences, block_tables_SB.stride(0), num_kv_heads,
         block_stride, plane_stride, head_stride, sight.window, sight.sinks,
         slot_stride, num_slots, head_dim, group, group_rows, row_queries,
-        max(16, triton.next_power_of_2(head_dim)), TILE, split,
+        width, TILE, split,
         sight.window > 0, scales_NPHS is not None,
         tl.float32 if triton.knobs.runtime.interpret else DOT_DTYPES[q_THD.dtype],
         num_warps=4 if most_rows == DECODE_ROWS else 8,
@@ -184,12 +185,18 @@ TILE = 128  # tokens reduced at a time, of whole blocks
 SPLIT = 512  # tokens of one decode row a program reduces: whole tiles
 DECODE_ROWS = 16  # (query, head) rows a program takes: the least a tensor core multiplies
 PREFILL_ROWS = 64
+MAX_WIDTH_BYTES = 512  # of a head, for PREFILL_ROWS: 1,024 take 229,632 of Ampere's 166,912 bytes
 LOG2_E = 1.4426950408889634
 DOT_DTYPES = {  # the interpreter multiplies bfloat16 as if it were integers
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+
+
+def max_width(dtype: torch.dtype) -> int:
+    """Of heads that PREFILL_ROWS of fit a program's memory; of wider ones it takes fewer rows."""
+    return MAX_WIDTH_BYTES // dtype.itemsize
 
 
 @triton.jit

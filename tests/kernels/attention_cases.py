@@ -1,6 +1,6 @@
 """Paged attention's kernel against its reference."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +13,14 @@ from tests.kernels.samples import MEMORY_ORDERS, SHAPES, Paged, Shape, in_memory
 
 LONG = Shape(2, 3, 64, ((SPLIT + 1, 1), (3 * SPLIT, 1), (40, 1), (2 * SPLIT + 130, 1)))
 SIGHTS = (Sight(1), Sight(20), Sight(20, 4), Sight(130), Sight(150, 140))
+CORNERS = (  # head dims and groups from end to end, each with a dtype and a block size
+    (Shape(1, 2, 256, ((130, 1), (20, 20))), torch.float32, 8),
+    (Shape(1, 1, 256, ((129, 1), (7, 1))), torch.bfloat16, 128),
+    (Shape(2, 4, 128, ((70, 1), (33, 5))), torch.float16, 32),
+    (Shape(1, 17, 96, ((20, 1), (40, 3))), torch.bfloat16, 64),
+    (Shape(1, 71, 64, ((33, 1), (9, 1))), torch.float32, 64),
+    (Shape(1, 71, 64, ((33, 2), (9, 9))), torch.float16, 128),
+)
 SEEN = {"long": LONG, **{name: SHAPES[name] for name in ("smollm2 decode", "chunks", "odd")}}
 
 
@@ -20,6 +28,11 @@ def attention_cases(device: str) -> Iterator[Case]:
     for name, shape in {**SHAPES, "long": LONG}.items():
         for dtype in TOLERANCE:
             yield f"paged_attention {name} {dtype}", partial(attend, shape, dtype, device)
+    for shape, dtype, block_size in CORNERS:
+        name = f"{shape.group} x {shape.head_dim}, blocks of {block_size} {dtype}"
+        yield f"paged_attention {name}", partial(attend, shape, dtype, device, block_size)
+    for name, places in (("smollm2 decode", (1,)), ("chunks", (0, 1, None))):
+        yield f"paged_attention {name} NaN", partial(attend_beside_nan, SEEN[name], places, device)
     for name in ("smollm2 decode", "chunks", "long"):
         shape = SEEN[name]
         yield f"paged_attention {name} block sizes", partial(attend_alike, shape, device)
@@ -34,10 +47,10 @@ def attention_cases(device: str) -> Iterator[Case]:
             yield f"paged_attention {name} {stored}", partial(attend_narrow, shape, stored, device)
 
 
-def attend(shape: Shape, dtype: torch.dtype, device: str) -> None:
-    sample = paged(shape, 16, dtype, device)
+def attend(shape: Shape, dtype: torch.dtype, device: str, block_size: int = 16) -> None:
+    sample = paged(shape, block_size, dtype, device)
     tolerance = TOLERANCE[dtype]
-    want = paged_attention_reference(*paged(shape, 16, dtype).arguments)
+    want = paged_attention_reference(*paged(shape, block_size, dtype).arguments)
     out = paged_attention(*sample.arguments).cpu()
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
 
@@ -50,6 +63,27 @@ def attend_alike(shape: Shape, device: str) -> None:
         narrow = [table.int() for table in tables]
         out = paged_attention(q, pool, narrow[0], narrow[1], narrow[2], scale)
         assert torch.equal(out, first), f"block size {block_size}"
+
+
+def attend_beside_nan(shape: Shape, places: Sequence[int | None], device: str) -> None:
+    """What is no number in one sequence's keys or values (a plane) or queries (None) reaches no
+    other sequence.
+    """
+    sample = paged(shape, 16, torch.float32, device)
+    clean = paged_attention(*sample.arguments)
+    q, pool, starts, *tables, scale = sample.arguments
+    rows = slice(int(starts[1]), int(starts[2]))
+    others = [row for row in range(len(q)) if not rows.start <= row < rows.stop]
+    first_block = int(sample.block_tables_SB[1, 0])
+    for plane in places:
+        sick_q, sick_pool = q.clone(), pool.clone()
+        if plane is None:
+            sick_q[rows.stop - 1, 0] = torch.nan
+        else:
+            sick_pool[first_block, plane, :, 3] = torch.nan
+        out = paged_attention(sick_q, sick_pool, starts, tables[0], tables[1], scale)
+        assert torch.equal(out[others], clean[others])
+        assert out[rows.stop - 1].isnan().any()
 
 
 def attend_in_any_order(shape: Shape, device: str) -> None:
@@ -67,6 +101,10 @@ def attend_through_windows(shape: Shape, device: str) -> None:
         want = paged_attention_reference(*paged(shape, 16, dtype).arguments, sight)
         out = paged_attention(*paged(shape, 16, dtype, device).arguments, sight).cpu()
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    for dtype in (torch.float16, torch.bfloat16) if shape is not LONG else ():
+        want = paged_attention_reference(*paged(shape, 32, dtype).arguments, SIGHTS[2])
+        out = paged_attention(*paged(shape, 32, dtype, device).arguments, SIGHTS[2]).cpu()
+        torch.testing.assert_close(out, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def attend_narrow(shape: Shape, stored: torch.dtype, device: str) -> None:

@@ -20,7 +20,12 @@ from tests.kernels.cases import TOLERANCE, Case, random_values, same_bits
 from tests.kernels.samples import MEMORY_ORDERS, in_memory_order
 
 ROWS = [(1, 576), (7, 33), (5, 4096), (3, 1), (0, 64)]
-HEADS = [(3, 3, 64), (1, 8, 128), (2, 1, 20), (5, 2, 256)]  # KV heads, queries a KV head, head dim
+HEADS = [  # KV heads, queries a KV head, head dim, slots of a block
+    (3, 3, 64, 16),
+    (1, 8, 128, 128),
+    (2, 1, 20, 8),
+    (5, 2, 256, 32),
+]
 
 
 def layer_cases(device: str) -> Iterator[Case]:
@@ -34,6 +39,9 @@ def layer_cases(device: str) -> Iterator[Case]:
             for stored in MOST:
                 name = f"quantise_kv {heads} {dtype} {stored}"
                 yield name, partial(quantise, heads, dtype, stored, device)
+    yield "rms_norm beside a row that is not finite", partial(norm_beside_nan, device)
+    yield "silu_multiply beside a row that is not finite", partial(gate_beside_nan, device)
+    yield "rotate_write beside a row that is not finite", partial(turn_beside_nan, device)
     yield "quantise_kv of rows that are not finite", partial(quantise_broken, device)
 
 
@@ -68,18 +76,18 @@ def gate(rows: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     close(silu_multiply(gate_up.to(device)), silu_multiply_reference(gate_up), dtype)
 
 
-def turn(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
-    num_kv, group, dim = heads
+def turn(heads: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+    num_kv, group, dim, size = heads
     num_queries = num_kv * group
     packed = random_values((5, num_queries + 2 * num_kv, dim), dtype)
     angles = random_values((5, dim // 2), torch.float32, seed=1)
     cos = torch.cat([angles.cos()] * 2, 1).to(dtype)
     sin = torch.cat([-angles.sin(), angles.sin()], 1).to(dtype)
-    slots = torch.randperm(4 * 16, generator=torch.Generator().manual_seed(2))[:5]
+    slots = torch.randperm(4 * size, generator=torch.Generator().manual_seed(2))[:5]
     slots[4] = -1
     cut = [num_queries, num_kv, num_kv]
     for order, kept in zip(MEMORY_ORDERS, (dtype, torch.float16, dtype), strict=True):
-        want_pool = random_values((4, 2, num_kv, 16, dim), kept, seed=3)
+        want_pool = random_values((4, 2, num_kv, size, dim), kept, seed=3)
         pool = in_memory_order(want_pool.clone().to(device), order)
         q, k, v = torch.split(packed, cut, 1)
         want = rotate_write_reference(q, k, v, cos, sin, want_pool, slots)
@@ -92,16 +100,51 @@ def turn(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
             close(pool, want_pool, dtype)
 
 
+def norm_beside_nan(device: str) -> None:
+    x, weights = random_values((3, 64), torch.float32).to(device), torch.ones(1, 64, device=device)
+    sick = x.clone()
+    sick[1, 5] = torch.nan
+    got, clean = (rms_norm(each, weights, 1e-5) for each in (sick, x))
+    same_bits(got[[0, 2]], clean[[0, 2]])
+    assert got[1].isnan().all()
+
+
+def gate_beside_nan(device: str) -> None:
+    x = random_values((3, 2 * 700), torch.float32).to(device)
+    sick = x.clone()
+    sick[1, 5] = torch.nan
+    got, clean = silu_multiply(sick), silu_multiply(x)
+    same_bits(got[[0, 2]], clean[[0, 2]])
+    assert got[1].isnan().nonzero().tolist() == [[5]]
+
+
+def turn_beside_nan(device: str) -> None:
+    packed = random_values((3, 4, 16), torch.float32).to(device)
+    sick = packed.clone()
+    sick[1] = torch.nan
+    ones = torch.ones(3, 16, device=device)
+    found = []
+    for each in (sick, packed):
+        pool = torch.zeros(2, 2, 1, 8, 16, device=device)
+        q, k, v = torch.split(each, [2, 1, 1], 1)
+        turned = rotate_write(q, k, v, ones, ones, pool, torch.tensor([0, 3, 9], device=device))
+        found.append((turned, pool))
+    (turned, pool), (clean, clean_pool) = found
+    same_bits(turned[[0, 2]], clean[[0, 2]])
+    pool[0, :, :, 3] = clean_pool[0, :, :, 3]
+    same_bits(pool, clean_pool)
+
+
 def quantise(
-    heads: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype, device: str
+    heads: tuple[int, int, int, int], dtype: torch.dtype, stored: torch.dtype, device: str
 ) -> None:
-    num_kv, _, dim = heads
+    num_kv, _, dim, size = heads
     packed = random_values((5, 2 * num_kv, dim), dtype)
     packed[3] = 0.0
     k, v = packed[:, :num_kv], packed[:, num_kv:]
-    slots = torch.randperm(4 * 16, generator=torch.Generator().manual_seed(2))[:5]
-    want_pool = torch.zeros(4, 2, num_kv, 16, dim).to(stored)
-    want_scales = torch.zeros(4, 2, num_kv, 16)
+    slots = torch.randperm(4 * size, generator=torch.Generator().manual_seed(2))[:5]
+    want_pool = torch.zeros(4, 2, num_kv, size, dim).to(stored)
+    want_scales = torch.zeros(4, 2, num_kv, size)
     pool, scales = want_pool.clone().to(device), want_scales.clone().to(device)
     write_kv_quantised_reference(want_pool, want_scales, k, v, slots)
     there = packed.to(device)
@@ -113,7 +156,7 @@ def quantise(
     want = read_kv_quantised_reference(pool.cpu(), scales.cpu(), ids, dtype)
     close(read_kv_quantised(pool, scales, ids.to(device), dtype), want, dtype)
     largest = packed[:, :num_kv].float().abs().amax(-1, keepdim=True)
-    blocks, offsets = slots // 16, slots % 16
+    blocks, offsets = slots // size, slots % size
     back = read_kv_quantised_reference(want_pool, want_scales, torch.arange(4), torch.float32)
     error = back[blocks, 0, :, offsets] - k.float()
     step = 1 / 254 if stored == torch.int8 else 1 / 28  # half of the widest gap, of the largest
