@@ -43,7 +43,9 @@ PEERS = {  # of our form of weights
     "stored": ("llama.cpp Q4_1", "llama.cpp Q8_0"),
     "int8": ("llama.cpp Q8_0", "vLLM"),
     "int4": ("llama.cpp Q4_1",),
+    "bf16": ("vLLM", "llama.cpp F32"),
 }
+USUAL_FORMS = ("dense", "stored", "int8", "int4")
 ALL = (
     *(Contestant("kvferry", form) for form in PEERS),
     Contestant("transformers"),
@@ -61,8 +63,10 @@ WEIGHT_BYTES = {  # what a step reads of them
     "int8": 34 / 32 * WEIGHTS,
     "stored": 20 / 32 * LAYERS * PER_LAYER + 34 / 32 * HEAD,
     "int4": 20 / 32 * WEIGHTS,
+    "bf16": 2.0 * WEIGHTS,
 }
 KV_BYTES = 4 * LAYERS * 2 * KV_WIDTH  # of a token
+WIDE = 130  # columns
 MORE_BYTES = 400 << 20  # that a worker may take beside its weights and its pool
 
 
@@ -130,7 +134,7 @@ def roofline(found: Measured, weights: str) -> list[float]:
     size = CASES[found.case]
     if found.case.startswith("decode"):
         num_bytes = WEIGHT_BYTES[weights] + size * found.context * KV_BYTES
-        flops = 2.0 * size * WEIGHTS if weights == "dense" else 0
+        flops = 2.0 * size * WEIGHTS if weights in ("dense", "bf16") else 0
         return [size / max(num_bytes / each.read, flops / each.multiply) for each in found.speeds]
     flops = 2.0 * LAYERS * PER_LAYER * size + 2 * LAYERS * 2 * WIDTH * size * size / 2
     return [size / (flops / each.multiply) for each in found.speeds]
@@ -210,8 +214,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
-    console, began = Console(), time.perf_counter()
-    wanted = chosen(asked.engine or ENGINES, asked.weights or list(PEERS))
+    console, began = Console(width=WIDE), time.perf_counter()
+    wanted = chosen(asked.engine or ENGINES, asked.weights or USUAL_FORMS)
     limits = Running(Contestant("limits"), asked.threads)
     engines, missing = started(wanted, asked.threads, console)
     rows: list[Row] = []

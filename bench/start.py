@@ -25,7 +25,7 @@ from model.source import open_model
 
 OUT = Path("bench/out/start.json")
 MAY_TAKE_S = 6.0
-FORMS = ("dense", "stored", "int8", "int4")
+FORMS = ("dense", "stored", "int8", "int4", "bf16")
 RUNS = 3
 
 

@@ -281,7 +281,7 @@ INLINE void panel_rows(const int rows, const float *x, int64_t x_stride, int64_t
         low[r] = adds ? load(out + r * PANEL) : (vec){};
         high[r] = adds ? load(out + r * PANEL + LANES) : (vec){};
     }
-    tile(rows, x, x_stride, x_step, panel, in, low, high);
+    tile(rows, 0, x, x_stride, x_step, panel, in, low, high);
     for (int r = 0; r < rows; r++) {
         store(out + r * PANEL, low[r]);
         store(out + r * PANEL + LANES, high[r]);

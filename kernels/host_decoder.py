@@ -30,9 +30,9 @@ _address, _count, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES: Signatures = {
     "team_made": (_address, [ctypes.c_int]),
     "team_ended": (None, [_address]),
-    "dense_floats": (_count, [_count, _count]),
-    "dense_lay_out": (None, [_address, _count, _count, _count, _address]),
-    "dense_matrix": (None, [_address, _address, _count, _count, _count, _address]),
+    "dense_floats": (_count, [_count, _count, _count]),
+    "dense_lay_out": (None, [_address, _count, _count, _count, _count, _address]),
+    "dense_matrix": (None, [_address, _address, _count, _count, _count, _count, _address]),
     "attention_scratch": (_count, [_address, ctypes.c_int]),
     "decoder_scratch": (_count, [_address, _address, ctypes.c_int]),
     "decoder_product_scratch": (_count, [_address, _count]),
@@ -180,26 +180,28 @@ class HostDecoder(NamedTuple):
         return Team(self.library, size)
 
     def lay_out(
-        self, weight_OI: Tensor, bias_O: Tensor | None, *, paired: bool
+        self, weight_OI: Tensor, bias_O: Tensor | None, *, paired: bool, narrow: bool = False
     ) -> tuple[Matrix, list[Tensor]]:
-        """A matrix of fp32 weights, and the memory that must outlive it."""
+        """A matrix of fp32 weights, rounded to bf16 if narrow, and the memory that must outlive
+        it.
+        """
         num_outputs, width = weight_OI.shape
         weight_OI = weight_OI.contiguous()
-        panels = huge(self.library.dense_floats(width, num_outputs))
+        panels = huge(self.library.dense_floats(width, num_outputs, narrow))
         self.library.dense_lay_out(
-            weight_OI.data_ptr(), width, num_outputs, paired, panels.data_ptr()
+            weight_OI.data_ptr(), width, num_outputs, paired, narrow, panels.data_ptr()
         )
         kept, bias = [panels], None
         if bias_O is not None:
-            laid_out = torch.empty(self.library.dense_floats(1, num_outputs))
+            laid_out = torch.empty(self.library.dense_floats(1, num_outputs, False))
             self.library.dense_lay_out(
-                bias_O.contiguous().data_ptr(), 1, num_outputs, paired, laid_out.data_ptr()
+                bias_O.contiguous().data_ptr(), 1, num_outputs, paired, False, laid_out.data_ptr()
             )
             kept.append(laid_out)
             bias = laid_out.data_ptr()
         matrix = Matrix()
         self.library.dense_matrix(
-            ctypes.byref(matrix), panels.data_ptr(), width, num_outputs, paired, bias
+            ctypes.byref(matrix), panels.data_ptr(), width, num_outputs, paired, narrow, bias
         )
         return matrix, kept
 

@@ -25,18 +25,28 @@ enum {
     AHEAD = 64 * PANEL,
 };
 
-/* low, high [rows] += the products of x with a panel of `in` times PANEL floats. Arrays of a fixed
- * size are what the compiler keeps in registers: with [rows] it wrote them all back in every turn,
- * at half the speed. */
-INLINE void tile(const int rows, const float *x, const int64_t x_stride, const int64_t x_step,
-                 const float *panel, int64_t in, vec low[ROWS], vec high[ROWS]) {
+/* low, high [rows] += the products of x with a panel of `in` times PANEL weights: floats, or if it is
+ * `narrow` bf16, one of the first vector and one of the second in the halves of each word. Arrays of
+ * a fixed size are what the compiler keeps in registers: with [rows] it wrote them all back in every
+ * turn, at half the speed. */
+INLINE void tile(const int rows, const int narrow, const float *x, const int64_t x_stride,
+                 const int64_t x_step, const float *panel, int64_t in, vec low[ROWS],
+                 vec high[ROWS]) {
+    const int step = narrow ? LANES : PANEL;
     vec one[ROWS], two[ROWS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) one[r] = low[r], two[r] = high[r];
-    for (int64_t i = 0; i < in; i++, panel += PANEL) {
+    for (int64_t i = 0; i < in; i++, panel += step) {
         __builtin_prefetch(panel + AHEAD);
-        if (PANEL > LINE) __builtin_prefetch(panel + AHEAD + LINE);
-        vec a = load(panel), b = load(panel + LANES);
+        if (step > LINE) __builtin_prefetch(panel + AHEAD + LINE);
+        vec a = load(panel), b;
+        if (narrow) {
+            ivec words = (ivec)a;
+            a = (vec)(words << 16);
+            b = (vec)(words & ~0xffff);
+        } else {
+            b = load(panel + LANES);
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
             vec value = all(x[r * x_stride + i * x_step]);

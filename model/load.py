@@ -20,7 +20,7 @@ from model.panel_linear import PanelLinear
 from model.shard import Shard
 from model.tensor_names import TensorSet
 from model.weight_form import WeightForm
-from model.weights import DTYPES, read_weights
+from model.weights import DTYPES, dense_by_torch, read_weights, rounded_by_torch
 
 OVERLAP_ROWS = 1024  # halves of 512 rows still fill a card; not measured on one yet
 log = logging.getLogger(__name__)
@@ -45,14 +45,15 @@ def load(
     kernel = host_decoder.load() if _suits_cpu(device, dtype) else None
     if kernel is not None:
         team = kernel.team(torch.get_num_threads())
-        make_dense = partial(PanelLinear, kernel, team)
+        make_dense = partial(PanelLinear, kernel, team, narrow=form == "bf16")
         weights = read_weights(config, tensors, shard, device, dtype, make_dense, form)
         if fits(config, weights):
             return CpuDecoder(config, head_map, comm, weights, spec, team)
         if any(config.windows):
             log.warning("layers with a sliding window are computed by torch, slower")
     else:
-        weights = read_weights(config, tensors, shard, device, dtype, form=form)
+        make_plain = rounded_by_torch if form == "bf16" else dense_by_torch
+        weights = read_weights(config, tensors, shard, device, dtype, make_plain, form)
     on_device = torch.device(device).type == "cuda" and comm.queued
     overlap_rows = OVERLAP_ROWS if on_device else 0
     decoder = Decoder(config, head_map, comm, weights, spec, overlap_rows)

@@ -50,7 +50,7 @@ def check_form(tensors: Iterable[StoredTensor], form: WeightForm) -> None:
             f"{matrices[0].path.name} holds no matrix in {', '.join(PACKED_TYPES)}, "
             "so none can be kept as stored: set weights to dense, int8 or int4"
         )
-    if form != "dense" and others:
+    if form not in ("dense", "bf16") and others:
         found = ", ".join(f"{count} in {kind}" for kind, count in sorted(others.items()))
         log.warning("matrices that cannot be kept as stored are kept dense: %s", found)
 

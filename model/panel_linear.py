@@ -20,7 +20,9 @@ class HostLinear(Linear, Protocol):
 
 
 class PanelLinear:
-    """fp32 values, laid out once so that they are read in the order in which they are used."""
+    """fp32 values, or these rounded to bf16 if narrow, laid out once so that they are read in the
+    order in which they are used. Products are those of fp32.
+    """
 
     def __init__(
         self,
@@ -29,10 +31,13 @@ class PanelLinear:
         weight_OI: Tensor,
         bias_O: Tensor | None = None,
         paired: bool = False,
+        *,
+        narrow: bool = False,
     ) -> None:
         self.out_width, self.in_width = weight_OI.shape
-        self.num_bytes = weight_OI.nbytes + (0 if bias_O is None else bias_O.nbytes)
-        self.matrix, self._memory = kernel.lay_out(weight_OI, bias_O, paired=paired)
+        num_bytes = weight_OI.nbytes // 2 if narrow else weight_OI.nbytes
+        self.num_bytes = num_bytes + (0 if bias_O is None else bias_O.nbytes)
+        self.matrix, self._memory = kernel.lay_out(weight_OI, bias_O, paired=paired, narrow=narrow)
         self._kernel = kernel
         self._team = team
 

@@ -3,4 +3,4 @@
 from typing import Literal
 
 # `dense`: in the dtype that the worker computes in.
-WeightForm = Literal["dense", "int8", "int4", "stored"]
+WeightForm = Literal["dense", "bf16", "int8", "int4", "stored"]

@@ -39,6 +39,11 @@ def dense_by_torch(weight_OI: Tensor, bias_O: Tensor | None, paired: bool) -> Li
     return DenseLinear(weight_OI, bias_O)
 
 
+def rounded_by_torch(weight_OI: Tensor, bias_O: Tensor | None, paired: bool) -> Linear:
+    """The values that bf16 keeps; without a kernel for it they take as much as any others."""
+    return DenseLinear(weight_OI.bfloat16().to(weight_OI.dtype), bias_O)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: RmsNorm

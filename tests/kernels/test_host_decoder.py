@@ -26,13 +26,16 @@ def team(kernel: HostDecoder, request: pytest.FixtureRequest) -> Iterator[Team]:
     yield kernel.team(request.param)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize(("num_outputs", "width"), [(960, 576), (66, 7), (34, 72), (576, 1536)])
 def test_a_product_is_torchs(
-    kernel: HostDecoder, team: Team, num_outputs: int, width: int, paired: bool
+    kernel: HostDecoder, team: Team, num_outputs: int, width: int, paired: bool, narrow: bool
 ) -> None:
     weight_OI, bias_O = torch.randn(num_outputs, width), torch.randn(num_outputs)
-    matrix, memory = kernel.lay_out(weight_OI, bias_O, paired=paired)
+    matrix, memory = kernel.lay_out(weight_OI, bias_O, paired=paired, narrow=narrow)
+    if narrow:
+        weight_OI = weight_OI.bfloat16().float()
     assert memory and torch.equal(kernel.rows(matrix, torch.arange(num_outputs)), weight_OI)
     for num_rows in (1, 2, 13, 47, 48, 200):
         x_TI = torch.randn(num_rows, width)
@@ -44,10 +47,20 @@ def test_a_product_is_torchs(
             torch.testing.assert_close(gated, F.silu(gate) * up, atol=1e-2, rtol=1e-3)
 
 
+def test_narrow_weights_are_rounded_as_torch_rounds_them(kernel: HostDecoder) -> None:
+    halfway = torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, -(1.0 + 2**-8), 3.4e38, 1e-40, 0.0])
+    weight_OI = torch.cat((halfway, torch.tensor([torch.inf, -torch.inf, torch.nan])))[:, None]
+    matrix, memory = kernel.lay_out(weight_OI, None, paired=False, narrow=True)
+    rows_TI = kernel.rows(matrix, torch.arange(len(weight_OI)))
+    expected = weight_OI.bfloat16().float()
+    assert memory and torch.equal(rows_TI[:-1], expected[:-1]) and rows_TI[-1].isnan().all()
+
+
+@pytest.mark.parametrize("narrow", [False, True])
 def test_a_row_is_multiplied_alike_whatever_rows_and_threads_there_are(
-    kernel: HostDecoder,
+    kernel: HostDecoder, narrow: bool
 ) -> None:
-    matrix, memory = kernel.lay_out(torch.randn(300, 130), None, paired=False)
+    matrix, memory = kernel.lay_out(torch.randn(300, 130), None, paired=False, narrow=narrow)
     x_TI = torch.randn(150, 130)
     whole = kernel.team(2).multiply(matrix, x_TI)
     alone = kernel.team(1)
