@@ -15,14 +15,18 @@ else in the project reads the environment.
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -32,6 +36,7 @@ from decode_worker.settings import DecodeSettings
 from kvferry.errors import BadSettings
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
+from worker.settings import Listed
 
 ENV_PREFIX = "KVFERRY_"
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -70,6 +75,14 @@ def child_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
 
 
+class YamlEnvironment(EnvSettingsSource):
+    """The environment, whose values are YAML as those of `--set` are."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """What is no YAML stays as it is, so that the field itself refuses it by its name."""
+        return _yaml_or_text(value)
+
+
 class Settings(BaseSettings):
     """The whole cluster. A shared field reaches each section that does not set it itself."""
 
@@ -87,7 +100,7 @@ class Settings(BaseSettings):
     kv_layout: str | None = None
     dtype: str | None = None
     weights: str | None = None
-    wires: tuple[str, ...] | None = None
+    wires: Listed[tuple[str, ...]] | None = None
     state_dir: Path = Field(default_factory=default_state_dir)
     start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 180.0
     router: RouterSettings
@@ -119,7 +132,8 @@ class Settings(BaseSettings):
         assert isinstance(init_settings, InitSettingsSource)
         file = init_settings.init_kwargs.pop("config_file", None)
         in_file = {} if file is None else read_file(Path(file))
-        return init_settings, env_settings, InitSettingsSource(settings_cls, in_file)
+        environment = YamlEnvironment(settings_cls)
+        return init_settings, environment, InitSettingsSource(settings_cls, in_file)
 
     def with_redis(self, url: str) -> Self:
         """The same settings, with every component pointed at this Redis."""
@@ -181,11 +195,30 @@ def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
                 raise BadSettings(f"--set gives {part} both a value and fields")
-        try:
-            section[last] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            section[last] = value
+        section[last] = _yaml_or_text(value)
     return flags
+
+
+def unknown_variables(environment: Iterable[str]) -> list[str]:
+    """Variables that look like settings of ours and are none, each with what it may have meant.
+
+    They are no error: Kubernetes makes some for every service whose name begins like ours.
+    """
+    known = [field.upper() for field in Settings.model_fields]
+    said = []
+    for name in sorted(environment):
+        field = name.upper().split("__")[0].removeprefix(ENV_PREFIX)
+        if name.upper().startswith(ENV_PREFIX) and field not in known:
+            close = get_close_matches(field, known, n=1)
+            said.append(f"{name} is no setting" + "".join(f": {ENV_PREFIX}{it} is" for it in close))
+    return said
+
+
+def _yaml_or_text(value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
 
 
 def _sentence(error: ValidationError) -> str:
@@ -193,12 +226,25 @@ def _sentence(error: ValidationError) -> str:
     for problem in error.errors(include_url=False):
         key = ".".join(str(part) for part in problem["loc"]) or "settings"
         given = problem["input"]
-        if problem["type"] == "extra_forbidden":
+        if "api_keys" in problem["loc"]:
+            problems.append(f"router.api_keys: {_said(problem)}")  # whose values are secret
+        elif problem["type"] == "extra_forbidden":
             problems.append(f"there is no setting {key}")
         elif problem["type"] == "missing":
             problems.append(f"{key} is missing")
+        elif problem["type"] == "model_type":
+            problems.append(f"{key} = {given!r}: it has fields, such as {key}.{_first_field(key)}")
         elif problem["type"] == "value_error":  # of several fields: its own words say which
             problems.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}")
         else:
-            problems.append(f"{key} = {given!r}: {problem['msg'].lower()}")
+            problems.append(f"{key} = {given!r}: {_said(problem)}")
     return "; ".join(problems)
+
+
+def _first_field(section: str) -> str:
+    return next(iter(SECTIONS[section].model_fields))
+
+
+def _said(problem: ErrorDetails) -> str:
+    message = problem["msg"]
+    return message[:1].lower() + message[1:]

@@ -1,9 +1,9 @@
 """What prefill and decode workers are told at start, checked once."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from kvcache.layout import KvLayout
 from model.weight_form import WeightForm
@@ -12,6 +12,15 @@ from transport.faults import FaultSpec
 WireName = Literal["shm", "tcp", "grpc", "gloo", "nccl"]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
+
+
+def _listed(value: Any) -> Any:
+    """`shm, tcp` as a list, which is how environments and flags like to say it."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+T = TypeVar("T")
+Listed = Annotated[T, BeforeValidator(_listed)]
 
 
 class WorkerSettings(BaseModel):
@@ -53,7 +62,12 @@ class WorkerSettings(BaseModel):
 
     # Of a pair's wires the first in the prefill worker's order is used: the fastest comes first.
     # shm counts only between workers on one host.
-    wires: Annotated[tuple[WireName, ...], Field(min_length=1)] = ("shm", "tcp", "gloo", "grpc")
+    wires: Listed[Annotated[tuple[WireName, ...], Field(min_length=1)]] = (
+        "shm",
+        "tcp",
+        "gloo",
+        "grpc",
+    )
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 1.0
     lease_s: Annotated[float, Field(gt=0, le=300)] = 5.0
     transfer_lease_s: Annotated[float, Field(gt=0, le=600)] = 30.0

@@ -5,7 +5,14 @@ import pytest
 from kvcache.layout import KvLayout
 from kvferry.errors import BadSettings
 from kvferry.flags import flags_of
-from kvferry.settings import Settings, child_environment, default_state_dir, load, parse_assignments
+from kvferry.settings import (
+    Settings,
+    child_environment,
+    default_state_dir,
+    load,
+    parse_assignments,
+    unknown_variables,
+)
 
 FILE = """
 model: checksum
@@ -57,6 +64,47 @@ def test_the_environment_beats_the_file_and_a_flag_beats_both(
     assert settings.router.http_port == 8200
     assert settings.decode.tp == 1
     assert settings.decode.num_blocks == 99  # of the file, beside what the others set
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("DECODE", "3", r"decode = 3: it has fields, such as decode\.name"),
+        ("DECODE", '{"tp": 3', r"decode = '\{\"tp\": 3': it has fields"),
+        ("DECODE__TP__X", "3", r"decode\.tp = \{'x': '3'\}"),
+        ("PREFILL__WIRES", "shm, smoke", r"prefill\.wires\.1 = 'smoke'"),
+        ("ROUTER__TENANT_WEIGHTS", "much", r"router\.tenant_weights = 'much'"),
+        ("ROUTER__API_KEYS", "hush", r"^router\.api_keys: input should be a valid dictionary$"),
+    ],
+)
+def test_a_variable_of_the_wrong_shape_is_refused_by_the_name_of_its_setting(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, sentence: str
+) -> None:
+    monkeypatch.setenv(f"KVFERRY_{name}", value)
+    with pytest.raises(BadSettings, match=sentence):
+        load()
+
+
+def test_a_variable_holds_yaml_and_a_list_may_be_said_with_commas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVFERRY_WIRES", "tcp, grpc")
+    monkeypatch.setenv("KVFERRY_DECODE__WIRES", '["grpc"]')
+    monkeypatch.setenv("KVFERRY_ROUTER", "{api_keys: {k: shop}, tenant_weights: {shop: 2}}")
+    settings = load()
+    assert settings.prefill.wires == ("tcp", "grpc")
+    assert settings.decode.wires == ("grpc",)
+    assert settings.router.api_keys == {"k": "shop"}
+    assert settings.router.tenant_weights == {"shop": 2.0}
+    assert load(flags=flags_of(["prefill.wires=shm"])).prefill.wires == ("shm",)
+
+
+def test_variables_that_are_no_settings_are_named_with_what_they_may_have_meant() -> None:
+    environment = ["PATH", "KVFERRY_MODEL", "KVFERRY_DECODE__TP", "KVFERRY_NUM_PREFIL", "KVFERRY_Q"]
+    assert unknown_variables(environment) == [
+        "KVFERRY_NUM_PREFIL is no setting: KVFERRY_NUM_PREFILL is",
+        "KVFERRY_Q is no setting",
+    ]
 
 
 def test_a_shared_field_reaches_every_section_that_does_not_set_it_itself(file: Path) -> None:
@@ -118,6 +166,7 @@ def test_settings_never_change_after_they_were_composed() -> None:
         ("decode: {tp: 0}", r"decode.tp = 0: input should be greater than or equal to 1"),
         ("num_prefill: many", "num_prefill = 'many': input should be a valid integer"),
         ("- a\n- b", "must hold a mapping of settings"),
+        ("prefill: {name: a/b}", r"prefill.name = 'a/b': .* pattern '\^\[A-Za-z0-9\]"),
         ("a: [", "is not YAML"),
         ("router: 5", "router = 5"),
     ],
