@@ -174,7 +174,7 @@ def audit(
         whole = run(paths, made_console(), at_rest=at_rest)
     else:
         if redis_url is None:
-            known = record(state_dir)
+            known = record(state_dir, "--redis-url URL")
             redis_url, key_prefix = known.redis_url, key_prefix or known.key_prefix
         prefix, console = key_prefix or "kvferry", made_console()
         whole = asyncio.run(run_live(redis_url, prefix, paths or [], console, at_rest=at_rest))
@@ -192,7 +192,7 @@ def ps(
     from kvferry.ps import ps as run
 
     if redis_url is None:
-        known = record(state_dir)
+        known = record(state_dir, "--redis-url URL")
         redis_url, key_prefix = known.redis_url, key_prefix or known.key_prefix
     asyncio.run(run(redis_url, key_prefix or "kvferry", made_console()))
 
@@ -208,7 +208,7 @@ def stats(
     """Show how much of the prompts was reused, could have been, and what was in the way."""
     from kvferry.stats import stats as run
 
-    run(http or record(state_dir).http_url, made_console())
+    run(http or record(state_dir, "--http URL").http_url, made_console())
 
 
 @app.command()

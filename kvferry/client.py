@@ -39,9 +39,17 @@ def chat_request(
     seed: int | None = None,
     explain: bool = False,
 ) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    if seed is not None:
-        sampling.seed = seed
+    """Raises CommandError for a number that no message can hold."""
+    sampling = SamplingParams(temperature=temperature)
+    for name, value in (("max_tokens", max_tokens), ("seed", seed)):
+        if value is None:
+            continue
+        try:
+            setattr(sampling, name, value)
+        except ValueError:
+            raise CommandError(
+                f"{name} must be a whole number from 0 that fits into 64 bits, got {value}"
+            ) from None
     return GenerateRequest(chat=Chat(messages=messages), sampling=sampling, explain=explain)
 
 
@@ -49,6 +57,9 @@ class RouterClient:
     """A connection to one router, with the key it asks for, if any."""
 
     def __init__(self, address: str, api_key: str = "") -> None:
+        """Raises CommandError for a key that no header can hold."""
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise CommandError("the API key must be of printable ASCII characters")
         self._channel = grpc.aio.insecure_channel(address, options=channel_options())
         self._stub = InferenceStub(self._channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()

@@ -64,11 +64,12 @@ def flags_of(assignments: list[str] | None, **given: Any) -> dict[str, Any]:
     return flags
 
 
-def record(state_dir: Path | None) -> "ClusterRecord":
+def record(state_dir: Path | None, flag: str = "--grpc HOST:PORT") -> "ClusterRecord":
+    """The running cluster; `flag` is what tells this command of another one. Raises NoCluster."""
     from kvferry.settings import load
     from kvferry.state import read_record
 
-    return read_record(load(flags=flags_of(None, state_dir=state_dir)).state_dir)
+    return read_record(load(flags=flags_of(None, state_dir=state_dir)).state_dir, flag)
 
 
 def door(grpc: str | None, api_key: str | None, state_dir: Path | None) -> "Door":

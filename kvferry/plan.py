@@ -25,6 +25,8 @@ from kvferry.explain import size
 
 BYTE_DTYPE = "int8"  # stands in for a width that no dtype has; its bytes are multiplied afterwards
 
+MAX_BYTES_PER_VALUE = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -68,6 +70,11 @@ PRESETS = {"llama-70b": llama_70b}
 
 def plan(workload: Workload, console: Console) -> None:
     """Print the plan. Raises CommandError for a model or a combination that cannot be."""
+    width = workload.bytes_per_value
+    if width is not None and not 0 < width <= MAX_BYTES_PER_VALUE:  # NaN is not, either
+        raise CommandError(
+            f"--bytes-per-value must be more than 0 and at most {MAX_BYTES_PER_VALUE}, got {width}"
+        )
     try:
         geometry = geometry_of(workload)
         num_tokens = workload.num_tokens or geometry.max_context

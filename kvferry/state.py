@@ -78,9 +78,9 @@ def write_record(path: Path, record: ClusterRecord) -> None:
     write_private(path / "cluster.json", record.model_dump_json(indent=2) + "\n")
 
 
-def read_record(path: Path) -> ClusterRecord:
-    """The running cluster. Raises NoCluster when none lives there."""
-    advice = "start one with `kvferry up`, or say where one is with --grpc HOST:PORT"
+def read_record(path: Path, flag: str = "--grpc HOST:PORT") -> ClusterRecord:
+    """The running cluster. Raises NoCluster when none lives there; `flag` says where one is."""
+    advice = f"start one with `kvferry up`, or say where one is with {flag}"
     try:
         with (path / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -31,7 +31,9 @@ def stats(http_url: str, console: Console) -> None:
 def read_metrics(http_url: str) -> str:
     """What the router whose HTTP door this is counts. Raises NoCluster."""
     try:
-        with urllib.request.urlopen(f"{http_url}/metrics", timeout=ASK_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(
+            f"{http_url.rstrip('/')}/metrics", timeout=ASK_TIMEOUT_S
+        ) as answer:
             text: str = answer.read().decode()
     except (URLError, OSError, ValueError) as error:
         raise NoCluster(f"{http_url} gives no metrics: {error}") from None

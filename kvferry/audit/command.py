@@ -15,6 +15,7 @@ from kvferry.audit.live import absent_ranks, read_workers
 from kvferry.audit.report import MOST_SHOWN, Report, Rule
 from kvferry.errors import CommandError, NoCluster
 from kvferry.ps import registered
+from kvferry.redis_server import hide_password
 
 SUFFIX = ".ledger"
 COLUMNS = (
@@ -47,7 +48,7 @@ async def run_live(
     """
     workers = await registered(redis_url, key_prefix)
     if not workers:
-        raise NoCluster(f"no worker is registered in {redis_url}")
+        raise NoCluster(f"no worker is registered in {hide_password(redis_url)} under {key_prefix}")
     extracts, missing = await read_workers(workers)
     alive = {extract.origin for extract in extracts}
     extracts += [left for left in read_files(paths) if left.origin not in alive]
@@ -62,7 +63,9 @@ def read_files(paths: Sequence[Path]) -> list[Extract]:
     try:
         before = {each.origin: each.last_seq for each in read_pages(_files(paths))}
         extracts = read_pages(_files(paths))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CommandError(f"{error.filename} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise CommandError(str(error)) from error
     return [replace(each, common_seq=before.get(each.origin, 0)) for each in extracts]
 

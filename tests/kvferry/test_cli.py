@@ -49,7 +49,14 @@ def test_every_command_says_what_it_is_for(command: str) -> None:
         (["decode", "--set", "nonsense"], "--set takes KEY=VALUE"),
         (["ask", "hello"], "no cluster is running: start one with `kvferry up`"),
         (["chat"], "no cluster is running: start one with `kvferry up`"),
-        (["ps"], "no cluster is running: start one with `kvferry up`"),
+        (
+            ["ps"],
+            "no cluster is running: start one with `kvferry up`, or say where one is with --r",
+        ),
+        (["stats"], "or say where one is with --http URL"),
+        (["ask", "--grpc", "127.0.0.1:1", "--seed", "-1", "hello"], "seed must be a whole number"),
+        (["ask", "--grpc", "127.0.0.1:1", "--max-tokens", "9" * 30, "hi"], "max_tokens must be a"),
+        (["ask", "--grpc", "127.0.0.1:1", "--api-key", "a\nb", "hello"], "the API key must be of"),
         (["ask", "--grpc", "127.0.0.1:1", "hello"], "no router answers there"),
     ],
 )
