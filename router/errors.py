@@ -48,6 +48,13 @@ class TooLarge(InvalidRequest):
         super().__init__(field, problem, kind="request_too_large")
 
 
+class TooSlow(InvalidRequest):
+    """The client has begun to say something and does not go on."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem, kind="request_timeout")
+
+
 class Unauthenticated(RequestFailed):
     code = StatusCode.UNAUTHENTICATED
     reason = "unauthenticated"

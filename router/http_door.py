@@ -44,6 +44,7 @@ Guarded = Callable[[Request, Tenant], Awaitable[Response]]
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
     max_body_bytes: int
+    body_timeout_s: float
     version: str
     created: Callable[[], float]  # seconds since 1970
 
@@ -201,7 +202,7 @@ class HttpDoor:
         return JSONResponse({"prompt": self._handler.model.tokenizer.decode(ids)})
 
     async def _body(self, request: Request) -> Json:
-        body = await read_body(request, self._options.max_body_bytes)
+        body = await read_body(request, self._options.max_body_bytes, self._options.body_timeout_s)
         if len(body) <= LOOP_BYTES:
             return openai_request.parse(body)
         return await asyncio.to_thread(openai_request.parse, body)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from router.errors import InvalidRequest, RequestFailed, TooLarge, Withdrawn
+from router.errors import InvalidRequest, RequestFailed, TooLarge, TooSlow, Withdrawn
 
 REQUEST_ID = "x-request-id"
 STATUS = {
@@ -28,6 +28,7 @@ KIND = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",
@@ -52,6 +53,10 @@ def error_body(
 
 
 def status_of(failure: RequestFailed) -> int:
+    if isinstance(failure, InvalidRequest) and failure.kind == "model_not_found":
+        return 404
+    if isinstance(failure, TooSlow):
+        return 408
     return 413 if isinstance(failure, TooLarge) else STATUS.get(failure.code, 500)
 
 
@@ -59,15 +64,23 @@ def failed(failure: RequestFailed, request_id: str = "") -> JSONResponse:
     headers = {REQUEST_ID: request_id} if request_id else {}
     if failure.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(failure.retry_after_s)))
-    if status_of(failure) == 413:
+    if status_of(failure) in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not read
     if status_of(failure) == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(failure_body(failure), status_of(failure), headers)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises TooLarge as soon as it is known to be."""
+async def read_body(request: Request, max_bytes: int, within_s: float) -> bytes:
+    """Raises TooLarge as soon as it is known to be, TooSlow when it has not come in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await _read(request, max_bytes)
+    except TimeoutError:
+        raise TooSlow("body", f"must come within {within_s:g} s, and has not") from None
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     announced = request.headers.get("content-length", "")
     num_bytes = int(announced) if announced.isdecimal() else 0

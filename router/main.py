@@ -155,7 +155,7 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
         return "the router is stopping" if register.draining else fleet.whats_missing()
 
     max_bytes = settings.max_prompt_bytes * BYTES_PER_PROMPT_BYTE
-    options = HttpOptions(max_bytes, _version(), time.time)
+    options = HttpOptions(max_bytes, settings.body_timeout_s, _version(), time.time)
     door = HttpDoor(handler, callers, metrics.registry, missing, options)
     grpc_door = GrpcDoor(
         handler,
@@ -165,7 +165,7 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
         max_requests=settings.max_concurrent_requests,
         max_message_bytes=max_bytes,
     )
-    http = HttpServer(door.app, settings.host, settings.http_port)
+    http = HttpServer(door.app, settings.host, settings.http_port, settings.body_timeout_s)
     return _Router(clock, index, mirror, fleet, register, grpc_door, http, missing)
 
 

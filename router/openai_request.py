@@ -1,7 +1,7 @@
 """Bodies in OpenAI's shape, read into the wire message both doors share.
 
 Here a body only has to have the right form; what its fields hold is checked in `validation`.
-Unknown fields are ignored, known ones that ask for what is not served are refused.
+Fields that we do not serve are refused or ignored: see `unserved`.
 """
 
 import json
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
 from router.errors import InvalidRequest, shown
+from router.unserved import refuse_unserved
 
 MAX_PROMPTS = 64
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for completions
@@ -61,8 +62,7 @@ def parse(body: bytes) -> Json:
 def completion(body: Json, request_id: str) -> Asked:
     """The body of /v1/completions."""
     fields = Fields(body)
-    _refuse(fields, "suffix", fields.text("suffix") != "")
-    _refuse(fields, "best_of", body.get("best_of") not in (None, 1, body.get("n")))
+    refuse_unserved(body, chat=False)
     logprobs = body.get("logprobs") is not None and body["logprobs"] is not False  # 0 counts
     echo = fields.flag("echo")
     if echo and logprobs:
@@ -85,9 +85,7 @@ def completion(body: Json, request_id: str) -> Asked:
 def chat(body: Json, request_id: str) -> Asked:
     """The body of /v1/chat/completions."""
     fields = Fields(body)
-    wanted = body.get("response_format")
-    _refuse(fields, "response_format", wanted not in (None, {"type": "text"}))
-    _refuse(fields, "tools", bool(body.get("tools")) and body.get("tool_choice") != "none")
+    refuse_unserved(body, chat=True)
     sampling = _sampling(fields)
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None:
@@ -115,7 +113,7 @@ def tokenized(body: Json) -> pb.GenerateRequest:
         if body.get("add_generation_prompt") is not None:
             request.chat.no_generation_prompt = not fields.flag("add_generation_prompt")
     else:
-        _put_prompt(request, fields.text("prompt"), "prompt")
+        _put_prompt(request, body.get("prompt"), "prompt")
     return request
 
 
@@ -228,6 +226,9 @@ def _request(fields: Fields, sampling: pb.SamplingParams, request_id: str) -> pb
 def _put_wishes(request: pb.GenerateRequest, fields: Fields) -> None:
     """Our extensions: how fast, before whom, and where its session went before."""
     wanted = Fields(fields.mapping("slo"))
+    for name in wanted.body:
+        if name not in (*TARGETS, "strict"):
+            raise InvalidRequest("slo", f"has {', '.join(TARGETS)} and strict, got {shown(name)}")
     for name in TARGETS:
         value = wanted.body.get(name)
         if value is None:
@@ -301,11 +302,6 @@ def _bias(sampling: pb.SamplingParams, key: str, bias: object) -> None:
         sampling.logit_bias[int(key)] = bias
     except (ValueError, OverflowError):
         raise InvalidRequest("logit_bias", f"must map token ids, got {shown(key)}") from None
-
-
-def _refuse(fields: Fields, name: str, asked: bool) -> None:
-    if asked:
-        raise InvalidRequest(name, f"is not served: {shown(fields.body[name])}", kind="unsupported")
 
 
 def _asked(

@@ -29,6 +29,8 @@ class RouterSettings(BaseModel):
     max_prompt_bytes: Annotated[int, Field(ge=1, le=8 << 20)] = 1 << 20
     max_concurrent_requests: Count = 256
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    # For an HTTP client that has begun to say something: its headers, then its body.
+    body_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0
     admission_wait_s: Seconds = 2.0  # for a first replica to appear
     # Work a worker may have ahead and still be given more; beyond, requests wait at the router.
     max_queue_s: Annotated[float, Field(gt=0, le=86_400)] = 10.0

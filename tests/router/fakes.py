@@ -257,12 +257,12 @@ class FakeCluster:
         self.stack.push_async_callback(self.channel.close, None)
         return rpc.InferenceStub(self.channel)
 
-    async def http_url(self) -> str:
-        options = HttpOptions(max_body_bytes=1 << 18, version="9.9", created=lambda: 1234.0)
+    async def http_url(self, body_timeout_s: float = 5.0) -> str:
+        options = HttpOptions(1 << 18, body_timeout_s, version="9.9", created=lambda: 1234.0)
         door = HttpDoor(
             self.handler, self.callers, self.metrics.registry, self.fleet.whats_missing, options
         )
-        server = HttpServer(door.app, "127.0.0.1", 0)
+        server = HttpServer(door.app, "127.0.0.1", 0, body_timeout_s)
         await server.start()
         self.stack.push_async_callback(server.stop)
         return f"http://127.0.0.1:{server.port}"

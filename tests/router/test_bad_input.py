@@ -1,5 +1,6 @@
 """Bad input through both doors: refused once, by name, before a worker hears of it."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -193,7 +194,7 @@ BODIES: list[tuple[str, bytes, str, str]] = [
     ("completions", b'{"prompt": "x", "best_of": 4}', "best_of", "is not served"),
     ("completions", b'{"prompt": "x", "echo": true, "logprobs": 1}', "echo", "not served"),
     ("completions", b'{"prompt": "x", "max_tokens": 0, "echo": true}', "max_tokens", "from 1"),
-    ("completions", b'{"prompt": "x", "model": "gpt-5"}', "model", "is not served here"),
+    ("completions", b'{"prompt": "x", "slo": {"ttft": 1}}', "slo", "and strict, got 'ttft'"),
     ("completions", b'{"prompt": "x", "model": 5}', "model", "must be text, got 5"),
     ("chat/completions", b'{"x": 1}', "messages", "must be a list with a message, got None"),
     ("chat/completions", b'{"messages": []}', "messages", "must be a list with a message"),
@@ -257,6 +258,46 @@ async def test_bad_bodies_are_refused_in_openais_shape(cluster: FakeCluster, pai
                 assert error["type"] == "invalid_request_error" and len(error["message"]) < 300
 
 
+UNSERVED: list[tuple[str, str, object, bool]] = [
+    ("completions", "guided_json", {"type": "object"}, False),
+    ("completions", "response_format", {"type": "json_object"}, False),
+    ("completions", "response_format", {"type": "text"}, True),
+    ("completions", "use_beam_search", True, False),
+    ("completions", "use_beam_search", False, True),
+    ("completions", "best_of", 2, False),
+    ("completions", "add_special_tokens", False, False),
+    ("completions", "add_special_tokens", True, True),
+    ("completions", "prompt_logprobs", 0, False),
+    ("completions", "include_stop_str_in_output", True, False),
+    ("completions", "guided_regex", None, True),
+    ("completions", "user", "anybody", True),
+    ("completions", "never_heard_of", {"x": 1}, True),
+    ("chat/completions", "structured_outputs", {"regex": "a*"}, False),
+    ("chat/completions", "tool_choice", "required", False),
+    ("chat/completions", "tool_choice", "auto", True),
+    ("chat/completions", "functions", [{"name": "f"}], False),
+    ("chat/completions", "chat_template_kwargs", {"enable_thinking": False}, False),
+    ("chat/completions", "add_special_tokens", False, True),
+    ("chat/completions", "cache_salt", "mine", False),
+    ("chat/completions", "metadata", {"run": "7"}, True),
+]
+
+
+async def test_a_field_that_would_change_the_answer_and_is_not_served_is_refused_by_name(
+    cluster: FakeCluster,
+) -> None:
+    await cluster.add_pair()
+    async with httpx.AsyncClient(base_url=await cluster.http_url()) as client:
+        for path, name, value, served in UNSERVED:
+            question = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+            response = await client.post(f"/v1/{path}", json={**question, name: value})
+            assert response.status_code == (200 if served else 400), (path, name, value)
+            if not served:
+                error = response.json()["error"]
+                assert (error["param"], error["code"]) == (name, "unsupported")
+                assert error["message"].startswith(f"{name}: is not served: ")
+
+
 SURROGATES: list[tuple[str, bytes]] = [
     ("/v1/completions", rb'{"prompt": "\ud800"}'),
     ("/v1/completions", rb'{"prompt": ["ok", "a\udfffb"]}'),
@@ -289,10 +330,44 @@ async def test_half_a_surrogate_pair_is_refused_wherever_a_body_may_hold_text(
 async def test_an_unknown_model_has_openais_code(cluster: FakeCluster, pair: Any) -> None:
     async with httpx.AsyncClient(base_url=await cluster.http_url()) as client:
         body = {"model": "gpt-5", "prompt": "x"}
-        error = (await client.post("/v1/completions", json=body)).json()["error"]
+        refused = await client.post("/v1/completions", json=body)
         unknown = await client.get("/v1/models/gpt-5")
-    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "is not served here; the model is 'checksum'" in error["message"]
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("begun", "answer"),
+    [
+        (b"", b""),
+        (b"POST /v1/completions HTT", b""),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{", b" 408 "),
+    ],
+)
+async def test_a_client_that_does_not_go_on_is_hung_up_on(
+    cluster: FakeCluster, begun: bytes, answer: bytes
+) -> None:
+    url = httpx.URL(await cluster.http_url(body_timeout_s=0.2))
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(begun)
+    async with asyncio.timeout(3):
+        said = await reader.read()  # to the end: it is the server that closes
+    assert (answer in said) and (answer == b"") == (said == b"")
+    if answer:
+        assert b"body: must come within 0.2 s, and has not" in said
+    writer.close()
+
+
+async def test_between_two_requests_a_client_may_take_its_time(cluster: FakeCluster) -> None:
+    url = httpx.URL(await cluster.http_url(body_timeout_s=0.2))
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    for _ in range(2):
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readuntil(b'{"ok":true}')).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(0.3)
+    writer.close()
 
 
 async def test_a_body_over_the_limit_is_413_and_read_no_further(

@@ -274,7 +274,8 @@ async def test_tokenize_and_detokenize_are_each_others_inverse(
     assert chat["tokens"][:3] == [258, *b"us"] and chat["count"] == 21
     for path, body, status in [
         ("/tokenize", {"prompt": 5}, 400),
-        ("/tokenize", {"prompt": "x", "model": "other"}, 400),
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "x", "model": "other"}, 404),
         ("/detokenize", {"tokens": [512]}, 400),
         ("/detokenize", {"tokens": "abc"}, 400),
     ]:
