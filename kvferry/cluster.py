@@ -46,9 +46,8 @@ async def running_cluster(
         redis_log = settings.state_dir / "logs" / "redis.log"
         report(PartEvent("redis", PartState.STARTING))
         asked = clock.now()
-        async with redis_server(settings.redis_url, redis_log, clock) as place:
-            info = {"summary": f"{place.origin}, {place.shown_url}"}
-            report(PartEvent("redis", PartState.READY, clock.now() - asked, info=info))
+        async with redis_server(settings.redis_url, redis_log, clock, report=report) as place:
+            report(PartEvent("redis", PartState.READY, clock.now() - asked, info=place.info))
             async with _running_parts(settings.with_redis(place.url), report, clock) as cluster:
                 yield cluster
         if place.pid is not None:

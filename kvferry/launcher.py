@@ -7,6 +7,7 @@ A part goes through these states; each change is told to the reporter.
     STARTING -> FAILED                         (its first start: the cluster does not come up)
 """
 
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -76,3 +77,10 @@ class Launcher(Protocol):
 
     async def stop(self) -> None:
         """End whatever is left and what the launcher itself holds."""
+
+
+def cause_of_death(status: int) -> str:
+    """Of a child process, for people."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 from engine.clock import Clock
 from kvferry.die_with_parent import wrap
 from kvferry.errors import PartFailed
-from kvferry.launcher import Part, PartEvent, PartState, Reporter
+from kvferry.launcher import Part, PartEvent, PartState, Reporter, cause_of_death
 from kvferry.settings import child_environment
 from kvferry.state import write_private
 
@@ -151,7 +150,7 @@ class LocalHandle:
             lived = self._clock.now() - born
             if was_ready and lived >= self._patience.settled:
                 backoff = self._patience.first_backoff
-            self._tell(PartState.DIED, lived, _cause_of_death(status))
+            self._tell(PartState.DIED, lived, cause_of_death(status))
             await self._clock.sleep(backoff)
             backoff = min(2 * backoff, self._patience.max_backoff)
             try:
@@ -222,7 +221,7 @@ class LocalHandle:
             status = await self._process.wait()
         lines = self.log_file.read_text(errors="replace").strip().splitlines()
         last = lines[-1] if lines else "it said nothing"
-        return f"{_cause_of_death(status)}: {last} (see {self.log_file})"
+        return f"{cause_of_death(status)}: {last} (see {self.log_file})"
 
     async def _end_process(self, grace_s: float) -> float:
         """SIGTERM, and SIGKILL when that is not enough; returns the seconds it took.
@@ -252,9 +251,3 @@ class LocalHandle:
         info: Mapping[str, Any] | None = None,
     ) -> None:
         self._report(PartEvent(self._part.name, state, seconds, text, info or {}))
-
-
-def _cause_of_death(status: int) -> str:
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"

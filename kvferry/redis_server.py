@@ -23,11 +23,13 @@ import redis.exceptions
 from engine.clock import Clock
 from kvferry.die_with_parent import wrap
 from kvferry.errors import PartFailed
+from kvferry.launcher import PartEvent, PartState, Reporter, cause_of_death
 from kvferry.settings import child_environment
 
 PREFERRED_PORT = 6380  # 6379 is Ray's, and many people's own Redis
 START_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 3.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0  # before a Redis of ours that died is started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +43,94 @@ class RedisPlace:
         """The URL without its password."""
         return hide_password(self.url)
 
+    @property
+    def info(self) -> dict[str, str]:
+        return {"summary": f"{self.origin}, {self.shown_url}"}
+
 
 @asynccontextmanager
 async def redis_server(
-    url: str, log_file: Path, clock: Clock, search_path: str | None = None
+    url: str,
+    log_file: Path,
+    clock: Clock,
+    search_path: str | None = None,
+    report: Reporter = lambda event: None,
 ) -> AsyncIterator[RedisPlace]:
-    """A Redis that answers. `search_path` replaces PATH. Raises PartFailed."""
+    """A Redis that answers. One of ours is started again whenever it dies: it comes back empty, at
+    the same URL, and workers announce what they hold. `search_path` replaces PATH.
+
+    Raises PartFailed when there is none to begin with.
+    """
     if url:
         version = await ask_version(url)
         yield RedisPlace(url, f"{version}, given")
         return
     program, origin = find_server(search_path)
-    password = secrets.token_hex(16)
-    port = free_port(PREFERRED_PORT)
-    place_url = f"redis://:{password}@127.0.0.1:{port}/0"
-    process = await spawn_server([str(program), "-"], "127.0.0.1", port, password, log_file)
+    own = _OwnRedis(program, origin, log_file, clock)
+    place = await own.start()
+    watch = asyncio.create_task(own.keep_alive(report), name="watch redis")
     try:
-        version = await _first_answer(place_url, process, log_file, clock)
-        yield RedisPlace(place_url, f"{version}, {origin}", process.pid)
+        yield place
     finally:
-        await end_server(process)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await own.end()
+
+
+class _OwnRedis:
+    """A server of ours through all its lives: one port and one password, nothing kept."""
+
+    def __init__(self, program: Path, origin: str, log_file: Path, clock: Clock) -> None:
+        self._program = program
+        self._origin = origin
+        self._log_file = log_file
+        self._clock = clock
+        self._password = secrets.token_hex(16)
+        self._port = free_port(PREFERRED_PORT)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> RedisPlace:
+        """The first life. Raises PartFailed."""
+        self._log_file.unlink(missing_ok=True)
+        try:
+            return await self._begin_life()
+        except BaseException:
+            await self.end()
+            raise
+
+    async def keep_alive(self, report: Reporter) -> None:
+        """Begin another life after each, ever later while they are short. Until cancelled."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            assert self._process is not None
+            born = self._clock.now()
+            status = await self._process.wait()
+            lived_s = self._clock.now() - born
+            backoff_s = FIRST_BACKOFF_S if lived_s > MAX_BACKOFF_S else backoff_s
+            report(PartEvent("redis", PartState.DIED, lived_s, cause_of_death(status)))
+            await self._clock.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            asked = self._clock.now()
+            try:
+                place = await self._begin_life()
+            except PartFailed as failure:
+                report(PartEvent("redis", PartState.FAILED, text=f"{failure}; trying again"))
+            else:
+                seconds = self._clock.now() - asked
+                report(PartEvent("redis", PartState.READY, seconds, info=place.info))
+
+    async def end(self) -> None:
+        if self._process is not None:
+            await end_server(self._process)
+
+    async def _begin_life(self) -> RedisPlace:
+        command = [str(self._program), "-"]
+        self._process = await spawn_server(
+            command, "127.0.0.1", self._port, self._password, self._log_file
+        )
+        url = f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+        version = await _first_answer(url, self._process, self._log_file, self._clock)
+        return RedisPlace(url, f"{version}, {self._origin}", self._process.pid)
 
 
 def find_server(search_path: str | None = None) -> tuple[Path, str]:
@@ -110,8 +180,8 @@ async def ask_version(url: str) -> str:
         ) from None
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
         raise PartFailed(
-            f"no Redis answers at {where} ({error}): start it, or leave --redis-url out "
-            "and one is started for you"
+            f"no Redis answers at {where} ({error}): start it, or name another with "
+            "--redis-url; `kvferry up` without it starts one"
         ) from None
     except redis.exceptions.ResponseError as error:
         raise PartFailed(f"Redis at {where} refuses ({error}): check its ACL and URL") from None
@@ -136,7 +206,7 @@ async def spawn_server(
 ) -> asyncio.subprocess.Process:
     """Start the server; its configuration goes in by standard input, out of other users' sight."""
     config = f'bind {host}\nport {port}\nrequirepass {password}\nsave ""\nappendonly no\n'
-    with log_file.open("wb") as log:
+    with log_file.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             *wrap(command, os.getpid()),
             stdin=asyncio.subprocess.PIPE,

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import redis.asyncio
 
 from engine.clock import MonotonicClock
 from kvferry.errors import PartFailed
+from kvferry.launcher import PartEvent, PartState
 from kvferry.redis_server import find_server, free_port, hide_password, redis_server
 
 NOWHERE = "/nonexistent"
@@ -31,6 +33,29 @@ async def test_the_bundled_server_answers_only_with_its_password_and_ends_with_t
         await stranger.aclose()
         assert place.pid is not None
         pid = place.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_server_of_ours_that_is_killed_comes_back_empty_at_the_same_url(
+    tmp_path: Path,
+) -> None:
+    told: list[PartEvent] = []
+    log_file = tmp_path / "redis.log"
+    async with redis_server("", log_file, MonotonicClock(), NOWHERE, told.append) as place:
+        client = redis.asyncio.Redis.from_url(place.url)
+        await client.set("what", "it held")
+        await client.aclose()
+        assert place.pid is not None
+        os.kill(place.pid, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while [event.state for event in told] != [PartState.DIED, PartState.READY]:
+                await asyncio.sleep(0.01)
+        assert told[0].text == "killed by SIGKILL"
+        assert await client.get("what") is None
+        pid = int((await client.info("server"))["process_id"])
+        assert pid != place.pid
+        await client.aclose()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -71,7 +96,7 @@ async def test_a_given_server_that_is_not_there_gets_one_sentence_without_its_pa
             ):
                 pass
     assert f"no Redis answers at redis://me:***@127.0.0.1:{port}/0" in str(caught.value)
-    assert "start it, or leave --redis-url out" in str(caught.value)
+    assert "start it, or name another with --redis-url" in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
