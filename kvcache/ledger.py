@@ -7,7 +7,8 @@ older ones, which are dropped beyond `PageConfig.num_kept`.
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,7 +32,17 @@ from kvcache.ledger_row import (
 class Ledger:
     """Thread-safe. `post` costs about a microsecond and never waits for I/O."""
 
-    def __init__(self, origin: Origin, config: PageConfig | None = None) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        config: PageConfig | None = None,
+        not_kept: Callable[[OSError], None] = lambda error: None,
+    ) -> None:
+        """`not_kept` hears of a page that lies in memory because its folder takes no more.
+
+        Raises OSError when the folder does not even take the first one.
+        """
+        self._not_kept = not_kept
         self.origin = origin
         self._config = config or PageConfig()
         self._lock = threading.Lock()
@@ -122,6 +133,11 @@ class Ledger:
         while len(self._older) >= self._config.num_kept:
             self._older.popleft().discard()
         forward = brought_forward(old.rows())
-        page = Page.open(self.origin, self._config, old.number + 1, self._seq + 1, forward)
+        place = (old.number + 1, self._seq + 1, forward)
+        try:
+            page = Page.open(self.origin, self._config, *place)
+        except OSError as error:  # the disk is full: no reason for the worker to end
+            self._not_kept(error)
+            page = Page.open(self.origin, replace(self._config, folder=None), *place)
         self._page = page
         return page

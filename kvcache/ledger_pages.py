@@ -5,6 +5,7 @@ A page begins with what is brought forward, so it can be read without the pages 
 
 import json
 import mmap
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class Page:
     def open(
         cls, origin: Origin, config: PageConfig, number: int, first_seq: int, forward: Rows
     ) -> "Page":
+        """Raises OSError when the folder does not take it, with nothing left there."""
         size = (len(forward) + config.rows_per_page) * ROW_BYTES
         if config.folder is None:
             page = cls(number, first_seq, memoryview(bytearray(size)), None)
@@ -50,9 +52,7 @@ class Page:
             header = MAGIC + len(about).to_bytes(4, "little") + about
             if len(header) > HEADER_BYTES:
                 raise ValueError(f"ledger header of {origin} is {len(header)} > {HEADER_BYTES}")
-            with path.open("w+b") as file:
-                file.truncate(HEADER_BYTES + size)
-                mapped = mmap.mmap(file.fileno(), HEADER_BYTES + size)
+            mapped = _mapped(path, HEADER_BYTES + size)
             mapped[: len(header)] = header
             page = cls(number, first_seq, memoryview(mapped)[HEADER_BYTES:], path)
             page._map = mapped
@@ -76,6 +76,17 @@ class Page:
             self.memory.release()
             self._map.close()
             self._path.unlink(missing_ok=True)
+
+
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    """A new file of zeros in memory, all of it there: on a full disk a hole is a SIGBUS later."""
+    with path.open("w+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            path.unlink()
+            raise OSError(error.errno, f"{error.strerror}, {size} bytes", str(path)) from None
 
 
 def read_pages(paths: Iterable[Path]) -> list[Extract]:

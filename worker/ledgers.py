@@ -25,7 +25,10 @@ def open_ledger(settings: WorkerSettings, identity: Identity, role: str) -> Ledg
     """Raises OSError where the folder cannot be written to."""
     me = identity
     origin = Origin(me.worker, me.instance, me.epoch, role, me.rank, settings.tp)
-    return Ledger(origin, PageConfig(folder=settings.ledger_dir, num_kept=settings.ledger_pages))
+    config = PageConfig(folder=settings.ledger_dir, num_kept=settings.ledger_pages)
+    return Ledger(
+        origin, config, lambda error: log.warning("ledger_page_not_in_folder", reason=str(error))
+    )
 
 
 def parts_of(ledger: Ledger, request: LedgerRequest) -> Iterator[LedgerPart]:

@@ -1,6 +1,7 @@
 """Rows, pages and files of a ledger."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,27 @@ def test_a_killed_process_leaves_every_row_it_wrote(tmp_path: Path) -> None:
     report = audit(read_pages(tmp_path.iterdir()))
     report.check()
     assert report.lines[0].blocks_in_use == 5
+
+
+def test_a_folder_that_takes_no_more_costs_the_file_and_no_row(tmp_path: Path) -> None:
+    told: list[OSError] = []
+    folder = tmp_path / "pages"
+    config = PageConfig(rows_per_page=10, num_kept=100, folder=folder)
+    ledger = Ledger(ORIGIN, config, told.append)
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    for number in range(25):
+        ledger.post_blocks(Account.FREE, Account.IN_USE, Reason.TAKEN, [number])
+    assert len(told) == 2 and isinstance(told[0], OSError)
+    assert ledger.extract().rows["first"].tolist() == list(range(25))
+    with pytest.raises(OSError, match="pages"):
+        Ledger(ORIGIN, config)
+
+
+def test_a_page_has_its_room_on_the_disk_before_its_first_row(tmp_path: Path) -> None:
+    Ledger(ORIGIN, PageConfig(folder=tmp_path))
+    (page,) = tmp_path.glob("*.ledger")
+    assert page.stat().st_blocks * 512 >= page.stat().st_size > 1 << 20
 
 
 def test_a_torn_last_row_does_not_count(tmp_path: Path) -> None:
