@@ -216,7 +216,7 @@ class RankGroup:
             process.wait()  # this thread must not end before they do
 
     def _spawn(self, rank: int, address: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", self._module, *self._arguments]
+        command = [sys.executable, "-P", "-m", self._module, *self._arguments]
         command += ["--rank", str(rank), "--store", address, "--parent", str(os.getpid())]
         paths = [path or os.getcwd() for path in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self._environment}

@@ -19,7 +19,8 @@ from kvferry.client import RouterClient
 from kvferry.errors import CommandError, PartFailed
 from kvferry.launcher import Handle, Launcher, Part, PartEvent, PartState, Reporter, Role
 from kvferry.local_launcher import LocalLauncher, Patience
-from kvferry.redis_server import redis_server
+from kvferry.ps import registered
+from kvferry.redis_server import hide_password, redis_server
 from kvferry.settings import Settings
 from kvferry.state import ClusterRecord, only_cluster, write_record
 from protos.inference_pb2 import GenerateRequest, TokenIds
@@ -48,6 +49,8 @@ async def running_cluster(
         asked = clock.now()
         async with redis_server(settings.redis_url, redis_log, clock, report=report) as place:
             report(PartEvent("redis", PartState.READY, clock.now() - asked, info=place.info))
+            if place.pid is None:
+                await _try_names(settings, place.url, clock)
             async with _running_parts(settings.with_redis(place.url), report, clock) as cluster:
                 yield cluster
         if place.pid is not None:
@@ -156,6 +159,25 @@ def _try_ports(settings: Settings) -> None:
                     f"port {port} of {router.host} cannot be used ({error.strerror}): "
                     f"stop what listens there or choose another with {flag}"
                 ) from None
+
+
+async def _try_names(settings: Settings, redis_url: str, clock: Clock) -> None:
+    """Two clusters with the same names in one index would fence each other's workers for ever.
+
+    Workers of a cluster that was killed are there until their leases end.
+    """
+    wanted = {part.name for part in _parts(settings)}
+    give_up = clock.now() + max(settings.prefill.lease_s, settings.decode.lease_s) + 1
+    while taken := wanted & {
+        each.name for each in await registered(redis_url, settings.key_prefix)
+    }:
+        if clock.now() > give_up:
+            raise PartFailed(
+                f"{', '.join(sorted(taken))} of another cluster live in {hide_password(redis_url)} "
+                f"under key_prefix {settings.key_prefix}: stop that cluster, or give this one a "
+                "--set key_prefix=NAME of its own"
+            )
+        await clock.sleep(0.2)
 
 
 def _try_model(settings: Settings) -> None:

@@ -14,8 +14,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def wrap(command: Sequence[str], parent_pid: int) -> list[str]:
-    """The command line that runs `command` for as long as `parent_pid` lives."""
-    return [sys.executable, "-m", "kvferry.die_with_parent", str(parent_pid), *command]
+    """The command line that runs `command` for as long as `parent_pid` lives.
+
+    With -P, here and wherever we start a Python: a folder `model` where somebody happens to stand
+    is none of ours.
+    """
+    return [sys.executable, "-P", "-m", "kvferry.die_with_parent", str(parent_pid), *command]
 
 
 def main(arguments: Sequence[str]) -> None:

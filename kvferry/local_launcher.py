@@ -39,7 +39,7 @@ class Patience:
 
 def role_command(part: Part, settings_file: Path, ready_fd: int) -> list[str]:
     """The command that pods run too, with our pipe as an extra."""
-    command = [sys.executable, "-m", "kvferry", part.role.value, "-c", str(settings_file)]
+    command = [sys.executable, "-P", "-m", "kvferry", part.role.value, "-c", str(settings_file)]
     return [*command, "--ready-fd", str(ready_fd)]
 
 

@@ -48,7 +48,7 @@ class CrowdProcess:
 
 @asynccontextmanager
 async def crowd(url: str, size: Size) -> AsyncIterator[CrowdProcess]:
-    command = (sys.executable, "-m", "kvferry.index_bench.crowd")
+    command = (sys.executable, "-P", "-m", "kvferry.index_bench.crowd")
     process = await asyncio.create_subprocess_exec(
         *wrap((*command, url, str(size.num_workers), str(size.num_blocks)), os.getpid()),
         stdin=asyncio.subprocess.PIPE,

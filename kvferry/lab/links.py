@@ -156,7 +156,7 @@ class EmulatedLink:
     async def start(self) -> None:
         one, other = self._ends
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvferry.lab.link_emulator"),
+            *(sys.executable, "-P", "-m", "kvferry.lab.link_emulator"),
             *(one.namespace, one.device, other.namespace, other.device),
             *(json.dumps(asdict(self._shape)), str(self._seed)),
             stdin=asyncio.subprocess.PIPE,

@@ -13,7 +13,7 @@ from kvferry.errors import CommandError
 from kvferry.transfer_bench.case import Case
 
 ANSWER_S = 180.0
-CHILD = (sys.executable, "-m", "kvferry.transfer_bench.child")
+CHILD = (sys.executable, "-P", "-m", "kvferry.transfer_bench.child")
 
 
 class Pair:

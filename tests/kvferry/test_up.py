@@ -1,5 +1,6 @@
 """`kvferry up` and `kvferry demo` as a person runs them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -27,9 +28,10 @@ class Up:
         command = ["up", "--launcher", "local", "--model", "checksum", *ports]
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry", *command, "--state-dir", str(self.state_dir)],
+                [sys.executable, "-P", "-m", "kvferry", *command, "--state-dir", self.state_dir],
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                cwd=_folder_of_somebody(folder),
             )
 
     @property
@@ -67,6 +69,14 @@ class Up:
         return done.stdout
 
 
+def _folder_of_somebody(folder: Path) -> Path:
+    """Who works on models has a package `model`, which must not be taken for ours."""
+    theirs = folder / "theirs"
+    (theirs / "model").mkdir(parents=True)
+    (theirs / "model" / "__init__.py").write_text("raise SystemExit('not what was meant')\n")
+    return theirs
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Up]:
     up = Up(tmp_path)
@@ -78,7 +88,25 @@ def cluster(tmp_path: Path) -> Iterator[Up]:
         up.process.wait()
 
 
-def test_up_serves_survives_a_kill_and_stops_what_it_started(cluster: Up) -> None:
+def _second_up(redis_url: str, folder: Path) -> str:
+    """What a cluster of the same names is told that wants to share the Redis."""
+    command = ["up", "--launcher", "local", "--model", "checksum", "--redis-url", redis_url]
+    command += ["--http-port", "0", "--grpc-port", "0", "--state-dir", str(folder / "second")]
+    command += ["--set", "prefill.lease_s=0.1", "--set", "decode.lease_s=0.1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry", *command],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_up_serves_keeps_others_out_survives_a_kill_and_stops_what_it_started(
+    cluster: Up, tmp_path: Path
+) -> None:
     assert "valkey" in cluster.output or "redis" in cluster.output
     for part in ("redis", "router", "prefill-0", "prefill-1", "decode-0"):
         assert f"✔ {part} " in cluster.output
@@ -88,6 +116,13 @@ def test_up_serves_survives_a_kill_and_stops_what_it_started(cluster: Up) -> Non
     assert "4 tokens" in answer
     workers = cluster.kvferry("ps")
     assert "every prefill worker can serve every decode worker" in workers
+
+    url = json.loads((cluster.state_dir / "cluster.json").read_text())["redis_url"]
+    refused = _second_up(url, tmp_path)
+    assert "decode-0, prefill-0, prefill-1 of another cluster live in redis://" in refused
+    assert "give this one a --set key_prefix=NAME of its own" in refused
+    assert url not in refused  # it has a password
+    assert "✘" not in cluster.output
 
     (decode,) = (pid for pid, line in cluster.children().items() if "decode-0.json" in line)
     os.kill(decode, signal.SIGKILL)
