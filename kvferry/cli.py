@@ -242,6 +242,20 @@ def plan(
     run(workload, made_console())
 
 
+@app.command()
+def settings(
+    config: ConfigFile = None,
+    model: Model = None,
+    redis_url: RedisUrl = None,
+    assign: Assignments = None,
+) -> None:
+    """Show every setting there is and its value here: of the file, the environment, the flags."""
+    from kvferry.settings import as_yaml, load
+
+    composed = load(config, flags_of(assign, model=model, redis_url=redis_url))
+    print(as_yaml(composed), end="")
+
+
 replay_parser.add_to(app)
 capacity_parser.add_to(app)
 

@@ -20,8 +20,8 @@ from kvferry.errors import CommandError, PartFailed
 from kvferry.launcher import Handle, Launcher, Part, PartEvent, PartState, Reporter, Role
 from kvferry.local_launcher import LocalLauncher, Patience
 from kvferry.ps import registered
-from kvferry.redis_server import hide_password, redis_server
-from kvferry.settings import Settings
+from kvferry.redis_server import redis_server
+from kvferry.settings import Settings, hide_password
 from kvferry.state import ClusterRecord, only_cluster, write_record
 from protos.inference_pb2 import GenerateRequest, TokenIds
 from worker.cores import share, usable_cores

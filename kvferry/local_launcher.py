@@ -150,7 +150,10 @@ class LocalHandle:
             lived = self._clock.now() - born
             if was_ready and lived >= self._patience.settled:
                 backoff = self._patience.first_backoff
-            self._tell(PartState.DIED, lived, cause_of_death(status))
+            cause = cause_of_death(status)
+            if status > 0:  # it said why
+                cause = f"{cause} (see {self.log_file})"
+            self._tell(PartState.DIED, lived, cause)
             await self._clock.sleep(backoff)
             backoff = min(2 * backoff, self._patience.max_backoff)
             try:

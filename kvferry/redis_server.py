@@ -7,7 +7,6 @@ this run knows, and ends with the run.
 import asyncio
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -15,7 +14,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 import redis.asyncio
 import redis.exceptions
@@ -24,7 +22,7 @@ from engine.clock import Clock
 from kvferry.die_with_parent import wrap
 from kvferry.errors import PartFailed
 from kvferry.launcher import PartEvent, PartState, Reporter, cause_of_death
-from kvferry.settings import child_environment
+from kvferry.settings import child_environment, hide_password
 
 PREFERRED_PORT = 6380  # 6379 is Ray's, and many people's own Redis
 START_TIMEOUT_S = 10.0
@@ -189,16 +187,6 @@ async def ask_version(url: str) -> str:
         await client.aclose()
     name = str(info.get("server_name", "redis"))
     return f"{name} {info.get(f'{name}_version', info['redis_version'])}"
-
-
-def hide_password(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        user, at, address = parts.netloc.rpartition("@")
-        name = user.partition(":")[0]
-        return urlunsplit(parts._replace(netloc=f"{name}:***@{address}" if at else address))
-    except ValueError:
-        return re.sub(r"//.*@", "//***@", url)
 
 
 async def spawn_server(

@@ -14,11 +14,13 @@ else in the project reads the environment.
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -163,6 +165,27 @@ def load(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Se
         return Settings(config_file=file, **(flags or {}))  # type: ignore[call-arg]
     except ValidationError as error:
         raise BadSettings(_sentence(error)) from None
+
+
+def as_yaml(settings: Settings) -> str:
+    """All of them, as a file would hold them; without the API keys and the password of Redis."""
+    values = settings.model_dump(mode="json")
+    for part in (values, *(values[name] for name in SECTIONS)):
+        part["redis_url"] = hide_password(part["redis_url"])
+    keys = values["router"]["api_keys"]
+    values["router"]["api_keys"] = {f"***{number}": keys[key] for number, key in enumerate(keys)}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def hide_password(url: str) -> str:
+    """The URL for people to see."""
+    try:
+        parts = urlsplit(url)
+        user, at, address = parts.netloc.rpartition("@")
+        name = user.partition(":")[0]
+        return urlunsplit(parts._replace(netloc=f"{name}:***@{address}" if at else address))
+    except ValueError:
+        return re.sub(r"//.*@", "//***@", url)
 
 
 def read_file(path: Path) -> dict[str, Any]:

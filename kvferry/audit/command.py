@@ -15,7 +15,7 @@ from kvferry.audit.live import absent_ranks, read_workers
 from kvferry.audit.report import MOST_SHOWN, Report, Rule
 from kvferry.errors import CommandError, NoCluster
 from kvferry.ps import registered
-from kvferry.redis_server import hide_password
+from kvferry.settings import hide_password
 
 SUFFIX = ".ledger"
 COLUMNS = (

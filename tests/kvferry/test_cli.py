@@ -11,7 +11,7 @@ from kvferry.flags import flags_of
 
 COMMANDS = {
     *("audit", "up", "demo", "ask", "chat", "ps", "stats", "plan", "replay", "router", "prefill"),
-    *("decode", "bench", "lab", "capacity"),
+    *("decode", "bench", "lab", "capacity", "settings"),
 }
 
 

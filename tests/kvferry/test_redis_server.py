@@ -10,7 +10,8 @@ import redis.asyncio
 from engine.clock import MonotonicClock
 from kvferry.errors import PartFailed
 from kvferry.launcher import PartEvent, PartState
-from kvferry.redis_server import find_server, free_port, hide_password, redis_server
+from kvferry.redis_server import find_server, free_port, redis_server
+from kvferry.settings import hide_password
 
 NOWHERE = "/nonexistent"
 

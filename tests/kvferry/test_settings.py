@@ -7,6 +7,7 @@ from kvferry.errors import BadSettings
 from kvferry.flags import flags_of
 from kvferry.settings import (
     Settings,
+    as_yaml,
     child_environment,
     default_state_dir,
     load,
@@ -202,6 +203,17 @@ def test_assignments_reach_any_setting() -> None:
             parse_assignments([wrong])
     with pytest.raises(BadSettings, match="both a value and fields"):
         parse_assignments(["decode=3", "decode.tp=3"])
+
+
+def test_all_settings_as_yaml_load_as_the_same_and_tell_no_secret(tmp_path: Path) -> None:
+    settings = load(flags=flags_of(["decode.tp=3", "wires=tcp,grpc", "prefill.block_size=64"]))
+    path = tmp_path / "all.yaml"
+    path.write_text(as_yaml(settings))
+    assert load(path) == settings
+    secret = flags_of(["router.api_keys={hush: shop}", "redis_url=redis://me:hush@host:1/0"])
+    shown = as_yaml(load(flags=secret))
+    assert "hush" not in shown
+    assert "'***0': shop" in shown and shown.count("redis_url: redis://me:***@host:1/0") == 4
 
 
 def test_a_section_written_for_a_child_loads_as_the_same_settings(tmp_path: Path) -> None:
