@@ -226,15 +226,20 @@ def _init(folder: Path, num_prefill: int) -> str:
     import ray
     import ray._private.worker
     import ray._raylet
+    import ray.job_config
 
     # It would print at length, into our terminal, what our own line about a death says.
     ray._private.worker.listen_error_messages = lambda worker, stopped: None
+    job: Any = ray.job_config.JobConfig()
+    # It would let its workers import from where we stand, before anything that is installed.
+    job._runtime_env_has_working_dir = lambda: True
     inner: Any = ray._raylet  # Ray may have been imported before our environment was set
     inner.Config.initialize("")
     inner.AuthenticationTokenLoader.instance().reset_cache()
     ray.init(
         address="local",
         namespace="kvferry",
+        job_config=job,
         _node_ip_address="127.0.0.1",
         _temp_dir=str(folder),
         include_dashboard=False,

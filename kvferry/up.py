@@ -16,6 +16,8 @@ from kvferry.launcher import PartEvent, PartState
 from kvferry.role import describe
 from kvferry.settings import Settings
 
+SAME_SIGNAL_S = 0.5
+
 
 class Progress:
     """Turns events into lines: a checked fact each, with the time it took."""
@@ -59,20 +61,22 @@ def _line(event: PartEvent) -> str:
 
 @contextmanager
 def cancelled_by_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM or SIGHUP cancel the current task; a second one ends the process at once.
+    """SIGINT, SIGTERM or SIGHUP cancel the current task; another one ends the process at once.
 
+    One in the same moment is the same one: `timeout` and others tell a process and its group.
     Whatever we started ends with us even then: the kernel sees to it.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    num_signals = 0
+    told_at: float | None = None
 
     def stop() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals > 1:
+        nonlocal told_at
+        if told_at is None:
+            told_at = loop.time()
+            task.cancel()
+        elif loop.time() > told_at + SAME_SIGNAL_S:
             os._exit(130)
-        task.cancel()
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in numbers:
@@ -80,7 +84,7 @@ def cancelled_by_signals() -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if num_signals == 0:
+        if told_at is None:
             raise
     finally:
         for number in numbers:
