@@ -132,6 +132,7 @@ def test_up_serves_keeps_others_out_survives_a_kill_and_stops_what_it_started(
 
     assert len(cluster.children()) == 4
     cluster.process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
     cluster.process.send_signal(signal.SIGINT)  # as `timeout` does, and others that tell a group
     assert cluster.process.wait(TIMEOUT_S) == 0
     assert cluster.output.endswith("stopped\n")
