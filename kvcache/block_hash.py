@@ -12,6 +12,7 @@ cost a wrong guess and nothing else.
 """
 
 import hashlib
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ Namespace = NewType("Namespace", bytes)  # 32 bytes
 
 FORMAT = b"kvferry block 1"  # changes whenever the same tokens must get another name
 INDEX_KEY_BYTES = 16
+_INDEX_KEYS = struct.Struct(f"{INDEX_KEY_BYTES}s{DIGEST_BYTES - INDEX_KEY_BYTES}x")
 
 PUBLIC = TenantKey(hashlib.blake2b(b"", digest_size=32, person=b"kvferry.public").digest())
 """The key of prompts everyone may share, and of a cluster without authentication."""
@@ -84,10 +86,7 @@ def index_names(
 ) -> list[BlockHash]:
     """`name_blocks`, each name as the prefix index knows it."""
     digests = _chain(namespace, tenant, token_ids, block_size)
-    return [
-        BlockHash(digests[start : start + INDEX_KEY_BYTES])
-        for start in range(0, len(digests), DIGEST_BYTES)
-    ]
+    return [name for (name,) in _INDEX_KEYS.iter_unpack(digests)]
 
 
 def index_key(name: BlockHash) -> BlockHash:

@@ -106,9 +106,16 @@ class Attempt:
         self._give_up_at: float | None = None
         self._last_words = frozenset(Role) if work.prefill else frozenset({Role.DECODE})
 
-    async def events(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """What the client is told. Raises AttemptFailed, Diverged, or RequestFailed."""
+    async def events(
+        self, opening: Iterable[pb.GenerateResponse] = ()
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """What the client is told; `opening` first, while the workers are being asked.
+
+        Raises AttemptFailed, Diverged, or RequestFailed.
+        """
         async with self.legs:
+            for response in opening:
+                yield response
             while not self._transcript.finished:
                 responses = list(self._take(await self._next()))
                 if self._transcript.finished:

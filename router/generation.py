@@ -3,9 +3,10 @@
     entered    there is a place for it in the register
     checked    `validation` has accepted it; no worker has heard of it before
     admitted   `admission` lets it through, now or after a time in line, or refuses it
-    routed     `policy` has chosen who serves it; `Started` is sent
-    attempted  `attempt` streams from both legs. One that fails early is followed by another one,
-               with a fresh transfer id and without whoever failed; the last one is decode's alone
+    routed     `policy` has chosen who serves it
+    attempted  `Started` is sent, and `attempt` streams from both legs. One that fails early is
+               followed by another one, with a fresh transfer id and without whoever failed; the
+               last one is decode's alone
     ended      exactly once: `Usage`, or a RequestFailed that says how many tokens were delivered
 
 What a request holds (its place, its bookings, its legs) is given back in `finally`, here and in
@@ -178,14 +179,15 @@ class Handler:
         snapshot, decision = judged.snapshot, judged.decision
         assert decision.chosen is not None
         self._note_matches(served, snapshot, decision.chosen)
-        yield pb.GenerateResponse(started=self._started(served, judged))
+        opening = [pb.GenerateResponse(started=self._started(served, judged))]
         while True:
             try:
-                async with aclosing(self._attempt(served, snapshot, decision)) as events:
+                async with aclosing(self._attempt(served, snapshot, decision, opening)) as events:
                     async for event in events:
                         yield event
                 break
             except AttemptFailed as failure:
+                opening = []
                 snapshot, decision = self._next_choice(served, failure)
             except Diverged as error:
                 count = served.transcript.num_tokens
@@ -198,7 +200,11 @@ class Handler:
         )
 
     async def _attempt(
-        self, served: _Served, snapshot: Snapshot, decision: Decision
+        self,
+        served: _Served,
+        snapshot: Snapshot,
+        decision: Decision,
+        opening: Sequence[pb.GenerateResponse],
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         served.ticket.check()
         chosen = decision.chosen
@@ -207,7 +213,7 @@ class Handler:
         served.journey.set_out(work, self._forecast(served, snapshot, decision))
         computing = snapshot.computing(chosen)
         self._sightings.note(_names(served, computing), computing.record.instance)
-        self._metrics.routes.labels(computed_by="prefill" if work.prefill else "decode").inc()
+        self._metrics.routed(by_prefill=work.prefill is not None)
         uncached = snapshot.prompt.uncached_tokens(chosen.computing)
         booking = self._fleet.book(
             computing,
@@ -222,7 +228,7 @@ class Handler:
         )
         served.ticket.legs = attempt.legs
         try:
-            async with aclosing(attempt.events()) as events:
+            async with aclosing(attempt.events(opening)) as events:
                 async for event in events:
                     yield event
         finally:
@@ -309,7 +315,7 @@ class Handler:
             decode = failure.work.decode.record
             served.kept[decode.instance] = failure.kept_blocks * decode.manifest.block_size
         for end in failure.ends:
-            self._metrics.worker_failures.labels(worker=end.worker.name, code=end.code.name).inc()
+            self._metrics.worker_failed(end.worker.name, end.code.name)
         if failure.final is None and failure.shed is None:
             for party, reason in blamed.items():
                 self._fleet.doubts.add(party, reason)
@@ -354,7 +360,7 @@ class Handler:
         journey.gone = self._sightings.gone(lost, block_size, self._fleet.is_live)
 
     def _report(self, record: Record, seconds: float) -> None:
-        self._metrics.requests.labels(door=record.door, status=record.status).inc()
+        self._metrics.request_ended(record.door, record.status)
         if record.status == "ok":
             assert record.journey is not None and record.transcript is not None
             self._metrics.finished(record.journey, record.transcript)

@@ -137,6 +137,7 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
     register = Register(settings.max_concurrent_requests, bounds.retry_after_s, clock)
     metrics = Metrics(model.name)
     metrics.watch(fleet, lambda: register.num_open)
+    metrics.watch_departures(fleet, clock)
     watch_mirror(metrics.registry, mirror)
     validator = Validator(
         model,

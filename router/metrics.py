@@ -9,10 +9,12 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
+from engine.clock import Clock
 from prefix_index.index import Role
 from router.fleet import Fleet
 from router.hit_rate import KINDS
 from router.journey import Journey
+from router.labelled import Labelled
 from router.line import Line
 from router.transcript import Transcript
 
@@ -33,23 +35,24 @@ class Metrics:
         def counter(name: str, text: str, *names: str) -> Counter:
             return Counter(name, text, names, registry=self.registry)
 
-        self.requests = counter(
+        self._labelled = Labelled(self.registry)
+        self._requests = counter(
             "kvferry_requests", "Requests that ended, by door and how.", "door", "status"
         )
-        self.routes = counter(
+        self._routes = counter(
             "kvferry_routes", "Attempts, by who computed the prompt.", "computed_by"
         )
-        self.worker_failures = counter(
+        self._worker_failures = counter(
             "kvferry_worker_failures", "Legs that failed, by worker and status.", "worker", "code"
         )
         self.retries = counter("kvferry_retries", "Attempts after the first of a request.")
-        self.tokens = counter(
+        self._tokens = counter(
             "kvferry_prompt_tokens",
             "Prompt tokens: all, seen before, held by anyone, by the chosen pair, by who computes,"
             " not computed.",
             "kind",
         )
-        self.lost_tokens = counter(
+        self._lost_tokens = counter(
             "kvferry_lost_prompt_tokens", "Prompt tokens that were computed, by why.", "reason"
         )
         self.rejections = counter(
@@ -126,28 +129,41 @@ class Metrics:
         waiting = self._gauge("kvferry_line_requests", "Requests waiting at the router.")
         waiting.set_function(lambda: len(line))
 
+    def watch_departures(self, fleet: Fleet, clock: Clock) -> None:
+        """Forget workers that have been gone for a while."""
+        self._labelled.watch(fleet, clock)
+
+    def request_ended(self, door: str, status: str) -> None:
+        self._labelled.of(self._requests, door, status).inc()
+
+    def routed(self, *, by_prefill: bool) -> None:
+        self._labelled.of(self._routes, "prefill" if by_prefill else "decode").inc()
+
+    def worker_failed(self, worker: str, code: str) -> None:
+        self._labelled.of_worker(worker, self._worker_failures, worker, code).inc()
+
     def finished(self, journey: Journey, transcript: Transcript) -> None:
         """A request ended well."""
-        rate = journey.hit_rate
+        rate, of, model = journey.hit_rate, self._labelled.of, tuple(self._model.values())
         for kind, count in zip(KINDS, rate.chain(), strict=True):
-            self.tokens.labels(kind=kind).inc(count)
+            of(self._tokens, kind).inc(count)
         for loss, count in rate.lost.items():
-            self.lost_tokens.labels(reason=loss.value).inc(count)
+            of(self._lost_tokens, loss.value).inc(count)
         self.shipped_bytes.inc(journey.shipped_bytes)
         if journey.transfer_ms:
             self.transfer.observe(journey.transfer_ms / 1000)
-        self._prompt.labels(**self._model).inc(journey.prompt_tokens)
-        self._generated.labels(**self._model).inc(transcript.num_tokens)
-        self._queries.labels(**self._model).inc(journey.prompt_tokens)
-        self._hits.labels(**self._model).inc(journey.delivered_tokens)
+        of(self._prompt, *model).inc(journey.prompt_tokens)
+        of(self._generated, *model).inc(transcript.num_tokens)
+        of(self._queries, *model).inc(journey.prompt_tokens)
+        of(self._hits, *model).inc(journey.delivered_tokens)
         for reason in transcript.finish_reasons:
-            self._success.labels(**self._model, finished_reason=reason).inc()
-        self._e2e.labels(**self._model).observe(journey.clock.now() - journey.accepted_at)
+            of(self._success, *model, reason).inc()
+        of(self._e2e, *model).observe(journey.clock.now() - journey.accepted_at)
         if journey.ttft_s is not None:
-            self._ttft.labels(**self._model).observe(journey.ttft_s)
+            of(self._ttft, *model).observe(journey.ttft_s)
         tpot_s = journey.tpot_s(transcript.tokens_per_choice)
         if tpot_s is not None:
-            self._tpot.labels(**self._model).observe(tpot_s)
+            of(self._tpot, *model).observe(tpot_s)
 
         self._judge(journey, tpot_s)
 
@@ -164,10 +180,10 @@ class Metrics:
             self._regret.observe(regret_ms / 1000)
 
     def _compare(self, what: str, worker: str, predicted_s: float, happened_s: float) -> None:
-        labels = {"what": what, "worker": worker}
+        of = self._labelled.of_worker
         if predicted_s > 0:
-            self._ratio.labels(**labels).observe(happened_s / predicted_s)
-        self._error.labels(**labels).observe(abs(happened_s - predicted_s))
+            of(worker, self._ratio, what, worker).observe(happened_s / predicted_s)
+        of(worker, self._error, what, worker).observe(abs(happened_s - predicted_s))
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self.registry)

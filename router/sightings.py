@@ -6,8 +6,9 @@ becomes the old one, and the old one is forgotten. So the last half of `max_name
 never more than `max_names`: an oracle with a long memory, not an endless one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from engine.clock import Clock
 from router.hit_rate import Loss
@@ -65,16 +66,14 @@ class Sightings:
         as far as the index knows, and those that follow because a prompt of theirs went there last
         and is being computed, or was so lately that its news may still be on their way.
         """
-        young, old = self._young.seen, self._old.seen
-        fresh: _Sighting | None = None
-        for at in range(held, len(names)):
-            sighting = young.get(names[at]) or old.get(names[at])
+        at = held
+        for sighting, same in groupby(self._seen(names[held:] if held else names)):
             if sighting is None or sighting.instance != instance:
-                return at
-            if sighting is not fresh and not self._is_underway(sighting):
-                return at
-            fresh = sighting
-        return len(names)
+                break
+            if not self._is_underway(sighting):
+                break
+            at += len(list(same))
+        return at
 
     def drop(self, names: Sequence[bytes], instance: str) -> None:
         """The prompt was not computed there after all. Safe to say of one that was."""
@@ -103,18 +102,17 @@ class Sightings:
         self, names: Sequence[bytes], tokens_each: int, is_live: Callable[[str], bool]
     ) -> list[tuple[Loss, int]]:
         """Why these, all seen before, are held by nobody, as far as anyone knows."""
-        found: list[tuple[Loss, int]] = []
-        before: _Sighting | None = None
+        return [
+            (self._why(sighting, is_live), tokens_each * len(list(same)))
+            for sighting, same in groupby(self._seen(names))
+        ]
+
+    def _seen(self, names: Sequence[bytes]) -> Iterable[_Sighting | None]:
+        """The last of each name."""
         young, old = self._young.seen, self._old.seen
-        for name in names:
-            sighting = young.get(name) or old.get(name)
-            if found and sighting is before:
-                loss, tokens = found[-1]
-                found[-1] = (loss, tokens + tokens_each)
-            else:
-                found.append((self._why(sighting, is_live), tokens_each))
-            before = sighting
-        return found
+        if not old:
+            return map(young.get, names)
+        return (young.get(name) or old.get(name) for name in names)
 
     def _why(self, sighting: _Sighting | None, is_live: Callable[[str], bool]) -> Loss:
         if sighting is None:

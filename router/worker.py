@@ -9,7 +9,7 @@ and seen when the bookings before it have all been computed.
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -60,6 +60,7 @@ class Worker:
     booked_ms: float = 0.0  # that computing `booked_tokens` will take, as the curve says
     foreign_tokens: int = 0  # what it reported beyond ours: other routers' work
     legs: set[Loses] = field(default_factory=set)
+    calls: dict[str, Any] = field(default_factory=dict)  # over `channel`, by name; see `legs`
     # The most prompt tokens booked at once, since the last report and between it and the last but
     # one: what a report counts has been booked at some time in these two spans, so whatever it
     # says beyond is foreign, however old it is when it arrives here.
