@@ -15,12 +15,16 @@ import grpc.aio
 from transport.grpc_options import channel_options, server_options
 
 
+def unread(message: bytes) -> bytes:
+    return message
+
+
 class Relay(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
-        onward = self._channel.unary_stream(details.method)
+        onward = self._channel.unary_stream(details.method, unread, unread)
 
         async def forward(request: bytes, _context: Any) -> AsyncIterator[bytes]:
             async for said in onward(request):

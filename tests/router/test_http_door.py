@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -435,3 +438,22 @@ async def test_pins_are_not_an_http_matter(cluster: FakeCluster, http: httpx.Asy
     body = {"prompt": "x" * 64, "max_tokens": 1, "pins": {"prefill": "none"}, "user": "me"}
     assert (await http.post("/v1/completions", json=body)).status_code == 200
     assert len(prefill.requests) == 1
+
+
+async def test_no_answer_waits_for_the_receipt_of_its_own_beginning(cluster: FakeCluster) -> None:
+    """Head and body go out one after the other; a receipt of the first may take 40 ms."""
+    await cluster.add_pair()
+    address = urlsplit(await cluster.http_url())
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    took = []
+    for _ in range(30):
+        began = time.perf_counter()
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        await reader.readexactly(int(length[1]))
+        took.append(time.perf_counter() - began)
+    writer.close()
+    # Receipts come at once on a new connection: the last ones tell.
+    assert min(took[-10:]) < 0.03
