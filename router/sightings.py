@@ -66,6 +66,11 @@ class Sightings:
         as far as the index knows, and those that follow because a prompt of theirs went there last
         and is being computed, or was so lately that its news may still be on their way.
         """
+        if held == len(names):
+            return held
+        after = self._young.seen.get(names[held]) or self._old.seen.get(names[held])
+        if after is None or after.instance != instance:
+            return held  # as of nearly all that are asked about
         at = held
         for sighting, same in groupby(self._seen(names[held:] if held else names)):
             if sighting is None or sighting.instance != instance:
