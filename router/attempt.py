@@ -18,11 +18,12 @@ from router.doubts import Party
 from router.errors import TimedOut
 from router.journey import Journey
 from router.legs import Ended, Legs, Role, Said, Work
-from router.transcript import Transcript
+from router.transcript import Diverged, Transcript, joined
 from router.worker import Booking
 
 GRACE_S = 0.25  # a killed process's peers notice within 20 ms on one host; leave room for load
 LAST_WORDS_S = 0.5
+MAX_AT_ONCE = 32  # events taken in one turn of the event loop; about a millisecond of it
 NEARLY_S = 0.1  # a worker's clock may end a call this much before ours does
 
 # Repeating the request elsewhere cannot change these.
@@ -117,11 +118,13 @@ class Attempt:
             for response in opening:
                 yield response
             while not self._transcript.finished:
-                responses = list(self._take(await self._next()))
+                told, failure = self._take_all(await self._next())
                 if self._transcript.finished:
                     self._let_go()
-                for response in responses:
+                for response in joined(told):
                     yield response
+                if failure is not None:
+                    raise failure
             await self._hear_last_words()
 
     def _let_go(self) -> None:
@@ -144,6 +147,25 @@ class Attempt:
         if said is None and self._give_up_at is not None and until == self._give_up_at:
             raise self._failed()
         return said
+
+    def _take_all(
+        self, said: Said | None
+    ) -> tuple[list[pb.GenerateResponse], AttemptFailed | Diverged | TimedOut | None]:
+        """It, and what has come besides since the client was told the last time.
+
+        Returns what ended this, too: what was heard before is told before.
+        """
+        told: list[pb.GenerateResponse] = []
+        try:
+            for _ in range(MAX_AT_ONCE):
+                for response in self._take(said):
+                    told.append(response)
+                said = None if self._transcript.finished else self.legs.next_if_there()
+                if said is None:
+                    break
+        except (AttemptFailed, Diverged, TimedOut) as failure:
+            return told, failure
+        return told, None
 
     def _take(self, said: Said | None) -> Iterable[pb.GenerateResponse]:
         match said:

@@ -250,6 +250,12 @@ class Legs:
             raise self._interruption
         return said
 
+    def next_if_there(self) -> Said | None:
+        """What either leg has said already."""
+        if self._interruption is not None or self._queue.empty():
+            return None
+        return self._queue.get_nowait()
+
     async def _get(self, timeout_s: float) -> Said | None:
         if not self._queue.empty():
             return self._queue.get_nowait()

@@ -6,7 +6,7 @@ passed on before is compared and dropped. Sampling depends only on (seed, choice
 second attempt must repeat what the first one said; where it does not, the stream cannot go on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from engine.sampling_params import SamplingParams
@@ -70,6 +70,27 @@ class Transcript:
         """Forget tokens that wait for an earlier one: the attempt that sent them is gone."""
         for choice in self._choices:
             choice.waiting.clear()
+
+
+def joined(told: Iterable[pb.GenerateResponse]) -> Iterator[pb.GenerateResponse]:
+    """The same, with one delta for what has come of a choice at once."""
+    before: pb.GenerateResponse | None = None
+    for each in told:
+        if (
+            before is not None
+            and before.HasField("delta")
+            and each.HasField("delta")
+            and before.delta.choice == each.delta.choice
+        ):
+            before.delta.token_ids.extend(each.delta.token_ids)
+            before.delta.text += each.delta.text
+            before.delta.logprobs.extend(each.delta.logprobs)
+            continue
+        if before is not None:
+            yield before
+        before = each
+    if before is not None:
+        yield before
 
 
 class _Choice:

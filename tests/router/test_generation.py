@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
+from router.callers import EVERYONE
 from tests.router.fakes import (
     FakeCluster,
     FakeWorker,
@@ -17,6 +19,7 @@ from tests.router.fakes import (
     never,
     prefill_done,
     prefill_script,
+    request,
     rest,
     text_of,
     usage_of,
@@ -87,6 +90,38 @@ async def test_tokens_that_overtake_the_first_one_wait_for_it(cluster: FakeClust
     events = await cluster.ask()
     assert ids_of(events) == [*b"Hello, world", 257]
     assert usage_of(events).journey.attempts == 1
+
+
+async def test_tokens_that_come_while_the_client_is_busy_are_told_at_once(
+    cluster: FakeCluster,
+) -> None:
+    _, decode = await cluster.add_pair()
+    all_sent = asyncio.Event()
+
+    async def hasty(worker: FakeWorker, asked: wpb.DecodeRequest) -> AsyncIterator[wpb.DecodeEvent]:
+        async for event in decode_script(worker, asked):
+            yield event
+        all_sent.set()
+
+    decode.script = hasty
+    events = []
+    async with aclosing(cluster.handler.generate(request(logprobs=0), EVERYONE, "test")) as told:
+        async for event in told:
+            events.append(event)
+            if event.HasField("delta") and not all_sent.is_set():
+                await all_sent.wait()
+                await asyncio.sleep(0.1)  # on their way
+    assert ids_of(events) == [*b"Hello, world", 257]
+    assert text_of(events) == "Hello, world"
+    deltas = [each.delta for each in events if each.HasField("delta")]
+    assert len(deltas) < 13
+    assert [each.index for each in deltas] == [
+        sum(len(before.token_ids) for before in deltas[:at]) for at in range(len(deltas))
+    ]
+    named = [each.token_id for delta in deltas for each in delta.logprobs]
+    assert named == [*b"Hello, world", 257]
+    assert usage_of(events).completion_tokens == 13
+    await cluster.check()
 
 
 async def test_every_choice_has_its_own_unbroken_stream(cluster: FakeCluster) -> None:
@@ -193,7 +228,8 @@ async def test_characters_split_over_tokens_are_passed_on_whole(cluster: FakeClu
     events = await cluster.ask()
     assert text_of(events) == "日本語 😀"
     pieces = [each.delta.text for each in events if each.HasField("delta")]
-    assert [piece for piece in pieces if piece] == ["日", "本", "語", " ", "😀"]
+    assert "".join(pieces) == "日本語 😀"
+    assert not any("\ufffd" in piece for piece in pieces)
 
 
 async def test_a_token_that_stops_by_its_id_is_no_text(cluster: FakeCluster) -> None:
@@ -215,8 +251,8 @@ async def test_a_token_that_stops_by_its_id_is_no_text(cluster: FakeCluster) -> 
 async def test_logprobs_travel_with_their_tokens(cluster: FakeCluster) -> None:
     await cluster.add_pair()
     events = await cluster.ask(logprobs=1, max_tokens=3)
-    logprobs = [each.delta.logprobs for each in events if each.HasField("delta")]
-    assert [(each[0].token_id, each[0].top[0].token_id) for each in logprobs] == [
+    logprobs = [one for each in events if each.HasField("delta") for one in each.delta.logprobs]
+    assert [(each.token_id, each.top[0].token_id) for each in logprobs] == [
         (72, 72),
         (101, 101),
         (108, 108),
