@@ -40,9 +40,18 @@ Frames = AsyncGenerator[bytes, None]
 
 
 def failure_body(failure: RequestFailed) -> dict[str, object]:
-    field = failure.field if isinstance(failure, InvalidRequest) else None
+    field = _as_sent(failure.field) if isinstance(failure, InvalidRequest) else None
     code = failure.kind if isinstance(failure, InvalidRequest) else failure.reason
-    return error_body(status_of(failure), failure.message, field, code)
+    message = failure.message if field is None else _as_sent(failure.message)
+    return error_body(status_of(failure), message, field, code)
+
+
+def _as_sent(text: str) -> str:
+    """A text that begins with a field's name, with the name that it has over HTTP."""
+    for ours, theirs in (("targets.", "slo."), ("session:", "session_id:")):
+        if text.startswith(ours):
+            return theirs + text.removeprefix(ours)
+    return "session_id" if text == "session" else text
 
 
 def error_body(

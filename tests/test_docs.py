@@ -34,7 +34,8 @@ def test_every_test_and_benchmark_that_is_named_exists() -> None:
 
 
 def test_every_row_names_a_test_or_a_benchmark() -> None:
-    bare = [row[0] for row in rows(TRANSFER) if not NAMED.search(row[-1])]
+    promised = TRANSFER.partition("\n## Thousands of broken transfers\n")[0]  # then: one run's
+    bare = [row[0] for row in rows(promised) if not NAMED.search(row[-1])]
     assert not bare, f"rows of docs/transfer.md without a test: {bare}"
 
 

@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from worker.errors import CannotStart
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -47,8 +49,14 @@ class SystemServer:
         self.address = ""
 
     async def start(self) -> None:
-        """Listen. Raises OSError, naming the port, when it is taken."""
-        listener = socket.create_server((self._host, self._port))
+        """Listen. Raises CannotStart, naming the port, when it is taken."""
+        try:
+            listener = socket.create_server((self._host, self._port))
+        except OSError as error:
+            raise CannotStart(
+                f"cannot listen on {self._host}:{self._port}: stop what listens there, or set "
+                "another system_port"
+            ) from error
         self.address = f"{self._host}:{listener.getsockname()[1]}"
         config = uvicorn.Config(self._app(), log_level="error", lifespan="off")
         self._server = _UnsignalledServer(config)

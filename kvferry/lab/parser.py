@@ -57,14 +57,19 @@ def lab_show(state_dir: StateDir = None) -> None:
 
 @lab.command("exec", context_settings={"allow_interspersed_args": False})
 def lab_exec(node: str, command: list[str], state_dir: StateDir = None) -> None:
-    """Run a command inside a node: lab exec a -- ip address."""
+    """Run a command inside a node: lab exec a -- ip address. Options come before the node."""
     from kvferry.lab.commands import become
 
     become(_lab_folder(state_dir), node, command)
 
 
 @lab.command("address")
-def lab_address(source: str, target: str, port: int, state_dir: StateDir = None) -> None:
+def lab_address(
+    source: str,
+    target: str,
+    port: Annotated[int, typer.Argument(min=1, max=65_535)],
+    state_dir: StateDir = None,
+) -> None:
     """Print where SOURCE connects to reach what listens on PORT of TARGET."""
     from kvferry.lab.commands import address as run
 

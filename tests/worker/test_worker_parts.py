@@ -75,6 +75,10 @@ async def test_a_port_in_use_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(CannotStart, match=f"cannot listen on 127.0.0.1:{port}"):
             await GrpcDoor("127.0.0.1", port, ()).start()
+        ready = Probe(True)
+        system = SystemServer("127.0.0.1", port, lambda: ready, lambda: ready, CollectorRegistry())
+        with pytest.raises(CannotStart, match=f"on 127.0.0.1:{port}: .* another system_port"):
+            await system.start()
 
 
 class _Refusing(worker_pb2_grpc.DecodeWorkerServicer):
