@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Digests = NDArray[np.uint64]
+Ids = Sequence[int] | NDArray[np.int64]
 
 
 class BlockRotten(Exception):
@@ -48,27 +49,27 @@ class KeptDigests:
         """These are about to be written, or have just been."""
         ids = np.asarray(block_ids, dtype=np.int64)
         with self._lock:
-            np.add.at(self._written, ids, 1)
+            self._written[ids] += 1  # of a block that is named twice once, which is as good
             self._known_NLH[ids] = False
 
-    def forget_cells(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None:
+    def forget_cells(self, layer: int, block_ids: Ids, heads: Sequence[int]) -> None:
         """As `forget`, for some cells of these blocks."""
         ids = np.asarray(block_ids, dtype=np.int64)
         with self._lock:
-            np.add.at(self._written, ids, 1)
+            self._written[ids] += 1
             self._known_NLH[:, self._place[layer]][self._cells(ids, heads)] = False
 
     def forget_all(self) -> None:
         self.forget(range(len(self._written)))
 
-    def written(self, block_ids: Sequence[int]) -> NDArray[np.uint32]:
+    def written(self, block_ids: Ids) -> NDArray[np.uint32]:
         """To be taken before cells are read, for `compare`."""
         return self._written[np.asarray(block_ids, dtype=np.int64)]
 
     def keep(
         self,
         layer: int,
-        block_ids: Sequence[int],
+        block_ids: Ids,
         heads: Sequence[int],
         digests_BHP: Digests,
         good_BH: NDArray[np.bool_],
@@ -78,14 +79,14 @@ class KeptDigests:
         place = self._cells(ids, heads)
         known_NH = self._known_NLH[:, self._place[layer]]
         with self._lock:
-            np.add.at(self._written, ids, 1)
+            self._written[ids] += 1
             self._digests[layer][place] = digests_BHP
             known_NH[place] = good_BH
 
     def compare(
         self,
         layer: int,
-        block_ids: Sequence[int],
+        block_ids: Ids,
         heads: Sequence[int],
         digests_BHP: Digests,
         written_B: NDArray[np.uint32],
@@ -95,13 +96,15 @@ class KeptDigests:
         place = self._cells(ids, heads)
         known_NH = self._known_NLH[:, self._place[layer]]
         with self._lock:
+            known_BH, here_BHP = known_NH[place], self._digests[layer][place]
+            if known_BH.all() and np.array_equal(here_BHP, digests_BHP):
+                return []
             calm_B1 = (self._written[ids] == written_B)[:, None]
-            known_BH = known_NH[place]
-            differ_BH = (self._digests[layer][place] != digests_BHP).any(axis=2)
+            differ_BH = (here_BHP != digests_BHP).any(axis=2)
             fresh_BH = calm_B1 & ~known_BH
             if fresh_BH.any():
-                here = self._digests[layer][place]
-                self._digests[layer][place] = np.where(fresh_BH[:, :, None], digests_BHP, here)
+                merged_BHP = np.where(fresh_BH[:, :, None], digests_BHP, here_BHP)
+                self._digests[layer][place] = merged_BHP
                 known_NH[place] = known_BH | fresh_BH
         rotten: list[int] = ids[(calm_B1 & known_BH & differ_BH).any(axis=1)].tolist()
         return rotten

@@ -84,7 +84,8 @@ class PoolCells:
         """
         pool_NPHSD = self._layers[layer]
         runs = self._local_runs(heads)
-        whole = block_ids if tail_tokens is None else block_ids[:-1]
+        ids_B = self._checked(block_ids)
+        whole = ids_B if tail_tokens is None else ids_B[:-1]
         written = None
         if self._kept is not None and self._parts == 1 and digests is not None:
             written = self._kept.written(whole)
@@ -96,17 +97,14 @@ class PoolCells:
         cells_BHPC = out.reshape(shape)
         digests_BN = _by_block(digests, shape)
         if self._host is not None:
-            self._check_ids(block_ids)
-            ids_B = np.array(block_ids, dtype=np.int64)
             for layout, cells, first in self._host_runs(pool_NPHSD, runs, cells_BHPC):
                 address, stride = pool_NPHSD.data_ptr(), cells_BHPC.strides[0]
                 own_BN = None if digests_BN is None else digests_BN[:, first:]
                 self._host.gather(address, layout, ids_B, cells, stride, own_BN)
         elif self._on_device is not None:
-            self._check_ids(block_ids)
             self._on_device.gather(layer, pool_NPHSD, block_ids, runs, self._parts, cells_BHPC)
         else:
-            block_ids_B = self._ids(block_ids, pool_NPHSD.device)
+            block_ids_B = torch.from_numpy(ids_B).to(pool_NPHSD.device)
             taken = 0
             for lo, hi in runs:
                 run_BHPSD = gather_cells(pool_NPHSD, block_ids_B, (lo, hi), self._parts)
@@ -142,46 +140,46 @@ class PoolCells:
         are the others, as rows of [num_cells, cell_bytes]. Raises ValueError when `cells` is not
         exactly as many bytes as that.
         """
+        ids_B = self._checked(block_ids)
+        runs = self._local_runs(heads)
         if self._kept is None:
-            return self._scatter(layer, block_ids, heads, cells, digests)
-        self._check_ids(block_ids)
-        self._local_runs(heads)
-        touched = sorted({block_id // self._parts for block_id in block_ids})
+            return self._scatter(layer, ids_B, heads, runs, cells, digests)
+        touched = np.unique(ids_B // self._parts) if self._parts > 1 else ids_B
         local = self._locals(heads)
         self._kept.forget_cells(layer, touched, local)
-        bad = self._scatter(layer, block_ids, heads, cells, digests)
+        bad = self._scatter(layer, ids_B, heads, runs, cells, digests)
         if digests is None or self._parts > 1:
             self._kept.forget_cells(layer, touched, local)
         else:
-            shape = (len(block_ids), len(heads), -1)
-            good = np.ones(len(digests), np.bool_)
-            good[bad] = False
-            good_BH = np.asarray(good.reshape(shape).all(axis=2))
-            self._kept.keep(layer, block_ids, local, digests.reshape(shape), good_BH)
+            shape = (len(ids_B), len(heads), -1)
+            good_BH = np.ones(shape[:2], np.bool_)
+            if len(bad):
+                good = np.ones(len(digests), np.bool_)
+                good[bad] = False
+                good_BH = np.asarray(good.reshape(shape).all(axis=2))
+            self._kept.keep(layer, ids_B, local, digests.reshape(shape), good_BH)
         return bad
 
     def _scatter(
         self,
         layer: int,
-        block_ids: Sequence[int],
+        ids_B: NDArray[np.int64],
         heads: Sequence[int],
+        runs: list[tuple[int, int]],
         cells: bytes | bytearray | memoryview | NDArray[np.uint8],
         digests: NDArray[np.uint64] | None,
     ) -> NDArray[np.intp]:
         pool_NPHSD = self._layers[layer]
-        runs = self._local_runs(heads)
         num_planes, head_dim = pool_NPHSD.shape[1], pool_NPHSD.shape[4]
-        shape = (len(block_ids), len(heads), num_planes, self.spec.block_size, head_dim)
+        shape = (len(ids_B), len(heads), num_planes, self.spec.block_size, head_dim)
         raw = np.frombuffer(cells, dtype=np.uint8)
-        want = int(np.prod(shape)) * pool_NPHSD.element_size()
+        want = math.prod(shape) * pool_NPHSD.element_size()
         if raw.nbytes != want:
             raise ValueError(
-                f"{len(block_ids)} blocks of {len(heads)} heads of layer {layer} are {want} bytes, "
+                f"{len(ids_B)} blocks of {len(heads)} heads of layer {layer} are {want} bytes, "
                 f"not {raw.nbytes}"
             )
         if self._host is not None:
-            self._check_ids(block_ids)
-            ids_B = np.array(block_ids, dtype=np.int64)
             cells_BHPC = raw.reshape(*shape[:3], -1)
             digests_BN = _by_block(digests, shape)
             bad_BN = np.zeros((shape[0], shape[1] * shape[2]), dtype=np.bool_)
@@ -198,16 +196,15 @@ class PoolCells:
             bad = bad_cells(rows, digests)
         if len(bad):  # put what is there in place of what is not to be written
             rows = rows.copy()
-            rows[bad] = self.gather_cells(layer, block_ids, heads)[bad]
+            rows[bad] = self.gather_cells(layer, ids_B.tolist(), heads)[bad]
         if self._on_device is not None:
-            self._check_ids(block_ids)
             cells_BHPC = rows.reshape(*shape[:3], cell_bytes)
-            self._on_device.scatter(pool_NPHSD, block_ids, runs, self._parts, cells_BHPC)
+            self._on_device.scatter(pool_NPHSD, ids_B.tolist(), runs, self._parts, cells_BHPC)
             return bad
         owned = torch.empty(want, dtype=torch.uint8)  # aligned, and torch refuses read-only arrays
         owned.numpy()[:] = rows.reshape(-1)
         cells_BHPSD = owned.view(pool_NPHSD.dtype).view(shape)
-        block_ids_B = self._ids(block_ids, pool_NPHSD.device)
+        block_ids_B = torch.from_numpy(ids_B).to(pool_NPHSD.device)
         taken = 0
         for lo, hi in runs:
             run_BHPSD = cells_BHPSD[:, taken : taken + hi - lo].contiguous()
@@ -230,14 +227,12 @@ class PoolCells:
             yield host_cells.Layout(*strides, *cell, lo, hi), cells_BHPC[:, taken:], first
             taken += hi - lo
 
-    def _check_ids(self, block_ids: Sequence[int]) -> None:
-        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self._num_blocks, (
+    def _checked(self, block_ids: Sequence[int]) -> NDArray[np.int64]:
+        ids_B = np.array(block_ids, dtype=np.int64)
+        assert not len(ids_B) or 0 <= ids_B.min() <= ids_B.max() < self._num_blocks, (
             f"a block id outside 0..{self._num_blocks - 1}: {list(block_ids)}"
         )
-
-    def _ids(self, block_ids: Sequence[int], device: torch.device) -> Tensor:
-        self._check_ids(block_ids)
-        return torch.tensor(block_ids, dtype=torch.int64).to(device)
+        return ids_B
 
     def _locals(self, heads: Sequence[int]) -> list[int]:
         return [head - self._kv_heads.start for head in heads]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-CHUNK_BYTES = 4 << 20  # each chunk costs both ends about as much as moving 1 MiB does
+CHUNK_BYTES = 8 << 20  # what each costs both ends besides its bytes is about what 2 MiB cost
 WINDOW_BYTES = 32 << 20
 
 

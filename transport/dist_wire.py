@@ -22,7 +22,7 @@ from transport.staging import Staging
 from transport.tcp_wire import at_once
 
 GROUP = -3  # the place of a payload that comes over the pair's group
-NUM_ROOMS = 8  # payloads that may be under way; gloo needs several to be quick
+NUM_ROOMS = 4  # payloads that may be under way; gloo needs several to be quick
 
 
 class PrefillDistLink(SocketLink):

@@ -5,7 +5,7 @@ gRPC's own defaults are a 4 MiB message, no keepalive and no bound on concurrent
 
 from collections.abc import Sequence
 
-MAX_MESSAGE_BYTES = 16 << 20  # chunks are about 4 MiB; a prompt of 1M token ids is under 5 MiB
+MAX_MESSAGE_BYTES = 16 << 20  # chunks are about 8 MiB; a prompt of 1M token ids is under 5 MiB
 MAX_METADATA_BYTES = 16 << 10
 MAX_CONCURRENT_CALLS = 4096  # pass to grpc.aio.server(maximum_concurrent_rpcs=...)
 KEEPALIVE_MS = 10_000

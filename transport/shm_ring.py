@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from kvcache.host_memory import huge_pages
 
-NUM_SLOTS = 16
-SLOT_BYTES = 4 << 20  # what nobody writes to takes no memory
+NUM_SLOTS = 8
+SLOT_BYTES = 8 << 20  # what nobody writes to takes no memory
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

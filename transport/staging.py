@@ -16,7 +16,7 @@ class Staging:
     Fresh memory costs a page fault for every 4 KiB, more than copying them does.
     """
 
-    def __init__(self, max_kept: int = 8) -> None:
+    def __init__(self, max_kept: int = 4) -> None:
         self._kept: deque[NDArray[np.uint8]] = deque(maxlen=max_kept)
 
     def take(self, num_bytes: int) -> memoryview:
