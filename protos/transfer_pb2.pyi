@@ -164,20 +164,24 @@ class CellsAgain(_message.Message):
     def __init__(self, runs: _Optional[_Iterable[_Union[CellRun, _Mapping]]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("key", "names", "runs", "decode_rank", "lacks", "places")
+    __slots__ = ("key", "names", "runs", "decode_rank", "lacks", "places", "parts", "block_size")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
     LACKS_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     key: ShipmentKey
     names: _containers.RepeatedScalarFieldContainer[bytes]
     runs: _containers.RepeatedCompositeFieldContainer[CellRun]
     decode_rank: int
     lacks: ShipmentKey
     places: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., names: _Optional[_Iterable[bytes]] = ..., runs: _Optional[_Iterable[_Union[CellRun, _Mapping]]] = ..., decode_rank: _Optional[int] = ..., lacks: _Optional[_Union[ShipmentKey, _Mapping]] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
+    parts: int
+    block_size: int
+    def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., names: _Optional[_Iterable[bytes]] = ..., runs: _Optional[_Iterable[_Union[CellRun, _Mapping]]] = ..., decode_rank: _Optional[int] = ..., lacks: _Optional[_Union[ShipmentKey, _Mapping]] = ..., places: _Optional[_Iterable[int]] = ..., parts: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class FetchedCells(_message.Message):
     __slots__ = ("run", "missing", "digests", "payload")

@@ -132,16 +132,22 @@ class DecodeRequest(_message.Message):
     def __init__(self, work: _Optional[_Union[WorkRequest, _Mapping]] = ..., expected_instance: _Optional[str] = ..., transfer_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., source: _Optional[_Union[PrefillSource, _Mapping]] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ...) -> None: ...
 
 class Holder(_message.Message):
-    __slots__ = ("instance", "rank_addresses", "kv_head_starts", "kv_head_stops")
+    __slots__ = ("instance", "rank_addresses", "kv_head_starts", "kv_head_stops", "block_size", "worker", "epoch")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     RANK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_STARTS_FIELD_NUMBER: _ClassVar[int]
     KV_HEAD_STOPS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     instance: str
     rank_addresses: _containers.RepeatedScalarFieldContainer[str]
     kv_head_starts: _containers.RepeatedScalarFieldContainer[int]
     kv_head_stops: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, instance: _Optional[str] = ..., rank_addresses: _Optional[_Iterable[str]] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ...) -> None: ...
+    block_size: int
+    worker: str
+    epoch: int
+    def __init__(self, instance: _Optional[str] = ..., rank_addresses: _Optional[_Iterable[str]] = ..., kv_head_starts: _Optional[_Iterable[int]] = ..., kv_head_stops: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., worker: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PrefillSource(_message.Message):
     __slots__ = ("worker", "instance", "epoch", "kv_head_starts", "kv_head_stops", "block_size", "rank_addresses", "wires")

@@ -132,6 +132,9 @@ def _holder(record: WorkerRecord) -> wpb.Holder:
         rank_addresses=record.rank_addresses,
         kv_head_starts=[start for start, _ in record.kv_intervals],
         kv_head_stops=[stop for _, stop in record.kv_intervals],
+        block_size=record.manifest.block_size,
+        worker=record.name,
+        epoch=record.epoch,
     )
 
 

@@ -202,7 +202,7 @@ class Arrivals:
         incoming = landing.incoming
         self.memory.remember(landing.order.key, incoming.failure, incoming.num_whole_blocks)
         committed = incoming.failure is None
-        self.watch.ended(landing.ports.values(), landing.order.key, committed=committed)
+        self.watch.ended(landing.links, landing.order.key, committed=committed)
         landing.settled.set()
 
     def lose(self, port: Port, reason: str) -> None:

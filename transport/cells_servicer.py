@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -116,7 +116,7 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         named = bool(request.names)
         if self._ledger is None or answer.missing:
             return
-        if named and len(request.places) != len(request.names):
+        if named and len(request.places) != len(request.names) * _parts(request):
             return  # whoever it is keeps no books
         key = ShipmentKey.from_proto(request.lacks if named else request.key)
         first = answer.run.first_block
@@ -143,7 +143,8 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             raise _Refused(invalid, f"{len(request.runs)} runs, 1 to {MAX_RUNS} may be asked for")
         for run in request.runs:
             self._check_run(run)
-        layers = self._layers_of(self._lent(request))
+        departure = self._lent(request)
+        layers = self._layers_of(request, departure)
         num_bytes = sum(
             run.num_blocks * layers[run.layer].block_bytes(len(run.heads)) for run in request.runs
         )
@@ -151,8 +152,9 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         if num_bytes > most:
             raise _Refused(full, f"{num_bytes} bytes are asked for, at most {most} may be")
         last = max(run.first_block + run.num_blocks for run in request.runs)
-        if request.names and last > len(request.names):
-            raise _Refused(invalid, f"block {last - 1} has no name among {len(request.names)}")
+        named = len(request.names) * _parts(request)
+        if request.names and last > named:
+            raise _Refused(invalid, f"block {last - 1} has no name among {named}")
 
     def _lent(self, request: FetchRequest) -> Departure | None:
         """The shipment that is asked for, if it is one."""
@@ -165,9 +167,20 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             raise _Refused(grpc.StatusCode.PERMISSION_DENIED, reason)
         return departure
 
-    def _layers_of(self, departure: Departure | None) -> Sequence[LayerCells]:
-        """A shipment's blocks may be smaller than ours."""
-        return self._layers if departure is None else departure.shape.layers
+    def _layers_of(
+        self, request: FetchRequest, departure: Departure | None
+    ) -> Sequence[LayerCells]:
+        """The blocks that are asked for may be smaller than ours, never larger."""
+        if departure is not None:
+            return departure.shape.layers
+        if (parts := _parts(request)) == 1 and not request.block_size:
+            return self._layers
+        own, asked = self._source.spec.block_size, request.block_size
+        if asked not in (0, own) or own % parts:
+            size = f"{parts} parts of blocks of {asked or own} tokens"
+            reason = f"{size} are asked for, this worker names blocks of {own} tokens"
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        return layer_cells(replace(self._source.spec, block_size=own // parts))
 
     def _check_run(self, run: CellRun) -> None:
         invalid, heads = grpc.StatusCode.INVALID_ARGUMENT, list(run.heads)
@@ -182,7 +195,7 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
     async def _answers(
         self, request: FetchRequest, departure: Departure | None
     ) -> AsyncGenerator[FetchedCells, None]:
-        layers = self._layers_of(departure)
+        layers = self._layers_of(request, departure)
         if departure is not None:
             for piece in self._pieces(request, layers, departure.outgoing.places.find):
                 yield await self._read(piece, departure)
@@ -191,9 +204,10 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
         else:
             async with self._blocks.pinned(list(request.names)) as ids:
-                find = partial(_named, request.names, ids)
+                parts = _parts(request)
+                find = partial(_named, request.names, ids, parts)
                 for piece in self._pieces(request, layers, find):
-                    answer = await self._read(piece)
+                    answer = await self._read(piece, parts=parts)
                     if answer.missing and piece.found is not None:
                         self._blocks.suspect(_names_of(request, piece.run))
                     yield answer
@@ -221,16 +235,17 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
                     pieces.append(_Piece(part, found or find(run.layer, block, 1)))
         return pieces
 
-    async def _read(self, piece: _Piece, departure: Departure | None = None) -> FetchedCells:
+    async def _read(
+        self, piece: _Piece, departure: Departure | None = None, parts: int = 1
+    ) -> FetchedCells:
         if piece.found is None:
             return FetchedCells(run=piece.run, missing=True)
         if departure is not None and not departure.readers.enter():
             raise _Refused(grpc.StatusCode.UNAVAILABLE, "the shipment has ended")
-        source: CellSource = self._source
-        if departure is not None and departure.shape.parts > 1:
-            source = source.cut(departure.shape.block_size)
+        if departure is not None:
+            parts = departure.shape.parts
         num_planes = len(self._layers[piece.run.layer].planes)
-        work = partial(_gather, source, piece, num_planes)
+        work = partial(_gather, self._source, piece, num_planes, parts)
         job = asyncio.get_running_loop().run_in_executor(self._copiers, work)
         if departure is not None:
             departure.book.gathering(0, NO_CHUNK)
@@ -243,13 +258,17 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             raise
 
 
-def _gather(source: CellSource, piece: _Piece, num_planes: int) -> FetchedCells:
+def _gather(source: CellSource, piece: _Piece, num_planes: int, parts: int) -> FetchedCells:
     """In a copying thread. What is not what it was when it was cached counts as missing."""
     assert piece.found is not None
     run, found = piece.run, piece.found
     digests = np.empty(len(found.block_ids) * len(run.heads) * num_planes, dtype=np.uint64)
     ids, tail = found.block_ids, found.tail_tokens
     try:
+        if parts > 1:
+            full = ids if tail is None else ids[:-1]
+            _prove_whole(source, run, sorted({part // parts for part in full}), num_planes)
+            source = source.cut(source.spec.block_size // parts)
         cells = source.gather_cells(run.layer, ids, run.heads, tail, digests=digests)
     except BlockRotten:
         return FetchedCells(run=run, missing=True)
@@ -257,16 +276,34 @@ def _gather(source: CellSource, piece: _Piece, num_planes: int) -> FetchedCells:
     return FetchedCells(run=run, digests=proofs, payload=cells.tobytes())
 
 
+def _prove_whole(source: CellSource, run: CellRun, ids: Sequence[int], num_planes: int) -> None:
+    """Raises BlockRotten: digests are kept of whole blocks alone, so those are read for them."""
+    digests = np.empty(len(ids) * len(run.heads) * num_planes, dtype=np.uint64)
+    source.gather_cells(run.layer, ids, run.heads, None, digests=digests)
+
+
+def _parts(request: FetchRequest) -> int:
+    """What each named block counts as."""
+    return max(1, request.parts)
+
+
 def _named(
-    names: Sequence[bytes], ids: Mapping[bytes, int], layer: int, first: int, count: int
+    names: Sequence[bytes],
+    ids: Mapping[bytes, int],
+    parts: int,
+    layer: int,
+    first: int,
+    count: int,
 ) -> Run | None:
-    found = [ids.get(name) for name in names[first : first + count]]
-    block_ids = tuple(block_id for block_id in found if block_id is not None)
+    places = [divmod(block, parts) for block in range(first, first + count)]
+    found = [(ids.get(names[block]), part) for block, part in places]
+    block_ids = tuple(whole * parts + part for whole, part in found if whole is not None)
     return Run(layer, first, block_ids) if len(block_ids) == count else None
 
 
 def _names_of(request: FetchRequest, run: CellRun) -> Sequence[bytes]:
-    return request.names[run.first_block : run.first_block + run.num_blocks]
+    parts, last = _parts(request), run.first_block + run.num_blocks - 1
+    return request.names[run.first_block // parts : last // parts + 1]
 
 
 async def _abort(context: Context, code: grpc.StatusCode, reason: str) -> NoReturn:

@@ -17,6 +17,7 @@ from transport.cell_runs import Cell, cells_of, runs_of
 from transport.incoming import Incoming
 from transport.orders import Receipt, ReceiptOrder
 from transport.port import Port
+from transport.quarantine import LinkName
 from transport.threads import Threads
 
 
@@ -62,9 +63,15 @@ class Landing:
     ports: dict[int, Port] = field(default_factory=dict)  # by prefill rank, once it has called
     jobs: set["asyncio.Future[Landed]"] = field(default_factory=set)
     pulls: set[asyncio.Task[None]] = field(default_factory=set)  # calls for damaged cells
+    lenders: set[LinkName] = field(default_factory=set)  # that were called for them
     told: bool = False  # that it failed
     drains: list[Port] = field(default_factory=list)  # that wait to hear of the fence
     settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def links(self) -> set[LinkName]:
+        """All that its cells have come over, or may have."""
+        return {LinkName.of(port.link.hello) for port in self.ports.values()} | self.lenders
 
     def post(self, frame: Frame) -> None:
         for port in self.ports.values():

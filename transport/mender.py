@@ -19,7 +19,8 @@ from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.landing import Landed, Lander, Landing
 from transport.orders import Code, Lender
-from transport.pull import Pull, Puller, PullFailed, by_name, by_shipment
+from transport.pull import Names, Pull, Puller, PullFailed, by_name, by_shipment
+from transport.quarantine import LinkName
 from transport.repairs import Ask, Offers, Source
 
 log = structlog.get_logger()
@@ -97,6 +98,7 @@ class Mender:
                 self._counts.repaired_cells += len(cells) - len(bad)
                 landing.book.mended(rank, cells, bad)
                 if lender is not None:
+                    self._note_loan(lender, len(cells), len(bad))
                     good = [cell for cell in cells if cell not in bad]
                     landing.book.borrowed(landing.order.key, lender, good)
                 landing.incoming.landed_again(rank, cells, bad, num_bytes)
@@ -113,7 +115,9 @@ class Mender:
     def _offers(self, landing: Landing, rank: int) -> Offers:
         config, order = self._config, landing.order
         pair, port = landing.incoming.pairs[rank], landing.ports.get(rank)
-        calls = config.max_calls if rank < len(order.source_addresses) else 0
+        lender = self._source(landing, rank)
+        callable_ = lender is not None and not self._arrivals.watch.against(lender, order.key)
+        calls = config.max_calls if callable_ else 0
         fit = port is not None and port.open
         if calls or order.holders:  # else a link that damages is better than none
             fit = fit and pair.num_damaged < config.max_link_damages
@@ -122,7 +126,7 @@ class Mender:
             link_asks=config.max_link_asks if fit else 0,
             calls=calls,
             num_holders=len(order.holders),
-            num_named=len(order.block_names) if landing.incoming.shape.parts == 1 else 0,
+            num_named=len(order.block_names) * landing.incoming.shape.parts,
         )
 
     def _ask(self, landing: Landing, ask: Ask, cells: Sequence[Cell]) -> None:
@@ -133,28 +137,58 @@ class Mender:
             self._counts.resent_cells += len(cells)
             return
         if ask.source is Source.CALL:
-            order, rank = landing.order, ask.rank
-            lender = Lender(order.prefill_instance, rank, order.source_addresses[rank])
+            lender = self._source(landing, ask.rank)
+            assert lender is not None, f"{ask} without an address"
             pull = by_shipment(lender, key, runs, self._arrivals.identity.rank)
-            self._start(landing, rank, pull, cells)
+            self._start(landing, ask.rank, pull, cells)
         else:
             self._ask_holder(landing, ask, cells)
 
     def _ask_holder(self, landing: Landing, ask: Ask, cells: Sequence[Cell]) -> None:
         """Each of its ranks for the heads that it holds."""
         order, own_rank = landing.order, self._arrivals.identity.rank
-        holder = order.holders[ask.holder]
+        holder, shape = order.holders[ask.holder], landing.incoming.shape
+        own_size = shape.block_size * shape.parts
         asked: dict[Lender | None, list[Cell]] = defaultdict(list)
         for cell in cells:
             asked[holder.lender(cell.head, own_rank)].append(cell)
         for lender, theirs in asked.items():
             if lender is None:
-                landing.incoming.repairs.end_call(theirs, f"{holder.instance} lacks {theirs[0]}")
+                why = f"lacks {theirs[0]}"
+            elif holder.block_size not in (0, own_size):
+                why = f"names blocks of {holder.block_size} tokens, not of {own_size}"
             else:
-                pull = by_name(lender, order.key, order.block_names, runs_of(theirs), own_rank)
-                self._start(landing, ask.rank, pull, theirs)
+                why = self._arrivals.watch.against(lender, order.key)
+            if why or lender is None:
+                self._pass_over(landing, theirs, f"{holder.instance}: {why}")
+                continue
+            names = Names(order.block_names, shape.parts, own_size)
+            pull = by_name(lender, order.key, names, runs_of(theirs), own_rank)
+            self._start(landing, ask.rank, pull, theirs)
+
+    def _pass_over(self, landing: Landing, cells: Sequence[Cell], why: str) -> None:
+        """Who is not worth asking has been asked: the next one is, at once."""
+        landing.incoming.repairs.end_call(cells, why)
+        asyncio.get_running_loop().call_soon(self.mend, landing)
+
+    def _source(self, landing: Landing, rank: int) -> Lender | None:
+        """The prefill rank, if it can be called."""
+        order, port = landing.order, landing.ports.get(rank)
+        if rank >= len(order.source_addresses):
+            return None
+        worker = port.link.hello.prefill_worker if port is not None else ""
+        address, epoch = order.source_addresses[rank], order.key.prefill_epoch
+        return Lender(order.prefill_instance, rank, address, worker, epoch)
+
+    def _note_loan(self, lender: Lender, num_cells: int, num_bad: int) -> None:
+        self._arrivals.watch.lent(lender, num_cells, num_bad)
+        self._counts.damaged_chunks += num_bad > 0
+        self._counts.damaged_cells += num_bad
 
     def _start(self, landing: Landing, rank: int, pull: Pull, cells: Sequence[Cell]) -> None:
+        self._arrivals.watch.calls(pull.lender, landing.order.key)
+        if pull.lender.worker:
+            landing.lenders.add(LinkName.by_call(pull.lender))
         task = asyncio.create_task(self._pull(landing, rank, pull, cells))
         for tasks in (self._tasks, landing.pulls):
             tasks.add(task)

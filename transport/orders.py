@@ -167,6 +167,8 @@ class Lender:
     instance: str
     rank: int
     address: str
+    worker: str = ""  # without a name nothing is held against it
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +178,20 @@ class Holder:
     instance: str
     rank_addresses: tuple[str, ...]
     kv_intervals: tuple[HeadInterval, ...]
+    block_size: int = 0  # tokens of the blocks that it names; 0: not known
+    worker: str = ""
+    epoch: int = 0
 
     @classmethod
     def from_proto(cls, holder: worker_pb2.Holder) -> "Holder":
-        intervals = intervals_from(holder.kv_head_starts, holder.kv_head_stops)
-        return cls(holder.instance, tuple(holder.rank_addresses), intervals)
+        return cls(
+            holder.instance,
+            tuple(holder.rank_addresses),
+            intervals_from(holder.kv_head_starts, holder.kv_head_stops),
+            holder.block_size,
+            holder.worker,
+            holder.epoch,
+        )
 
     def to_proto(self) -> worker_pb2.Holder:
         return worker_pb2.Holder(
@@ -188,12 +199,19 @@ class Holder:
             rank_addresses=self.rank_addresses,
             kv_head_starts=[interval.start for interval in self.kv_intervals],
             kv_head_stops=[interval.stop for interval in self.kv_intervals],
+            block_size=self.block_size,
+            worker=self.worker,
+            epoch=self.epoch,
         )
 
     def lender(self, head: int, asker: int) -> Lender | None:
         """Of the ranks that hold a head, askers take one in turn, as in `transport.plan`."""
         ranks = enumerate(zip(self.rank_addresses, self.kv_intervals, strict=False))
-        owners = [Lender(self.instance, rank, at) for rank, (at, held) in ranks if head in held]
+        owners = [
+            Lender(self.instance, rank, at, self.worker, self.epoch)
+            for rank, (at, held) in ranks
+            if head in held
+        ]
         return owners[asker % len(owners)] if owners else None
 
 

@@ -39,6 +39,17 @@ class Puller(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of a prompt's full blocks, of `block_size` tokens, from the first on; on the wire each counts
+    as `parts` blocks.
+    """
+
+    names: Sequence[bytes]
+    parts: int = 1
+    block_size: int = 0  # 0: as the lender's
+
+
 def by_shipment(lender: Lender, key: ShipmentKey, runs: Sequence[CellRun], asker: int = 0) -> Pull:
     """Ask a prefill rank for cells of a shipment that it has not let go of yet. `asker` is the
     decode rank that does.
@@ -49,26 +60,32 @@ def by_shipment(lender: Lender, key: ShipmentKey, runs: Sequence[CellRun], asker
 def by_name(
     lender: Lender,
     key: ShipmentKey,
-    names: Sequence[bytes],
+    names: Names,
     runs: Sequence[CellRun],
     asker: int = 0,
 ) -> Pull:
-    """Ask a rank of any worker for cells of named blocks; `names` are those of the prompt. `key`
-    is of the shipment that lacks them, which gives no right: it is for the books.
+    """Ask a rank of any worker for cells of named blocks. `key` is of the shipment that lacks
+    them, which gives no right: it is for the books.
     """
     asked: list[bytes] = []
     places: list[int] = []
-    renumbered = []
+    renumbered, parts = [], names.parts
     for run in runs:
+        first, last = run.first_block // parts, (run.first_block + run.num_blocks - 1) // parts
         moved = CellRun()
         moved.CopyFrom(run)
-        moved.first_block = len(asked)
-        blocks = range(run.first_block, run.first_block + run.num_blocks)
-        asked += [names[block] for block in blocks]
-        places += blocks
+        moved.first_block = len(places) + run.first_block % parts
+        asked += names.names[first : last + 1]
+        places += range(first * parts, (last + 1) * parts)
         renumbered.append(moved)
     request = FetchRequest(
-        names=asked, runs=renumbered, lacks=key.to_proto(), places=places, decode_rank=asker
+        names=asked,
+        runs=renumbered,
+        lacks=key.to_proto(),
+        places=places,
+        decode_rank=asker,
+        parts=parts,
+        block_size=names.block_size,
     )
     return Pull(lender, request, runs)
 

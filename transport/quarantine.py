@@ -1,6 +1,7 @@
 """When damage is no accident any more: which wires and which prefill workers to leave alone.
 
-Of each link, that is, of each wire from one prefill rank to this decode rank:
+Of each link, that is, of each wire from one prefill rank to this decode rank, and of calls to each
+rank that lends cells:
 
     SOUND         damage is repaired, and counted
     QUARANTINED   too much of it came: no new shipment over this wire until the cool-down is over
@@ -19,8 +20,9 @@ from enum import StrEnum
 from protos.transfer_pb2 import Hello
 from transport.config import TransportConfig
 from transport.damage_rate import DamageRate
-from transport.orders import ShipmentKey
+from transport.orders import Lender, ShipmentKey
 
+CALL = "call"  # what brings cells that were asked for by a call, beside all wires
 TRIAL_S = 1.0  # after which it is worth asking again whether a trial has ended
 
 
@@ -32,7 +34,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkName:
-    """One wire from one rank of one life of a prefill worker."""
+    """One wire from one rank of one life of a prefill worker, or calls to one of any worker."""
 
     worker: str
     epoch: int
@@ -42,6 +44,10 @@ class LinkName:
     @classmethod
     def of(cls, hello: Hello) -> "LinkName":
         return cls(hello.prefill_worker, hello.prefill_epoch, hello.prefill_rank, hello.wire)
+
+    @classmethod
+    def by_call(cls, lender: Lender) -> "LinkName":
+        return cls(lender.worker, lender.epoch, lender.rank, CALL)
 
     def __str__(self) -> str:
         return f"{self.wire} from {self.worker} rank {self.rank} (epoch {self.epoch})"
@@ -146,6 +152,25 @@ class Quarantines:
         if (left_s := link.left_s(now)) > 0:
             return _quarantined(name.worker, peer, name.wire, left_s, now, link)
         return None
+
+    def against(self, name: LinkName, key: ShipmentKey, now: float) -> str:
+        """Why this transfer is not to call a lender now; empty when it may.
+
+        What else is held against the lender's worker does not count: a transfer that it has begun
+        may still need it.
+        """
+        peer = self._peers.get(name.worker)
+        link = peer.links.get((name.rank, name.wire)) if peer is not None else None
+        if peer is None or link is None or peer.epoch != name.epoch or link.trial == key:
+            return ""
+        return link.reason if link.left_s(now) > 0 else ""
+
+    def calls(self, name: LinkName, key: ShipmentKey, now: float) -> None:
+        """A transfer that may calls a lender; of one that was left alone it decides."""
+        _, link = self._record(name)
+        if link.standing is Standing.QUARANTINED:
+            link.standing = Standing.ON_TRIAL
+        self.opens(name, key, now)
 
     def landed(self, name: LinkName, num_cells: int, num_bad: int, now: float) -> list[Quarantined]:
         """A chunk has come. Returns what is left alone from now on: the wire, and the worker."""

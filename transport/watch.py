@@ -15,9 +15,9 @@ from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.counts import TransferCounts
 from transport.link import WireQuarantined
-from transport.orders import Identity, ShipmentKey
+from transport.orders import Identity, Lender, ShipmentKey
 from transport.port import Port
-from transport.quarantine import LinkName, LinkRecord, Quarantined, Quarantines
+from transport.quarantine import CALL, LinkName, LinkRecord, Quarantined, Quarantines
 
 log = structlog.get_logger()
 
@@ -50,7 +50,23 @@ class Watch:
 
     def landed(self, port: Port, num_cells: int, num_bad: int) -> None:
         """Cells have come over the port, and have been verified."""
-        name = LinkName.of(port.link.hello)
+        self._count(LinkName.of(port.link.hello), num_cells, num_bad)
+
+    def lent(self, lender: Lender, num_cells: int, num_bad: int) -> None:
+        """Cells have come from a lender by a call, and have been verified."""
+        if lender.worker:
+            self._count(LinkName.by_call(lender), num_cells, num_bad)
+
+    def against(self, lender: Lender, key: ShipmentKey) -> str:
+        """Why a transfer is not to call there now; empty when it may."""
+        return self._quarantines.against(LinkName.by_call(lender), key, self._clock.now())
+
+    def calls(self, lender: Lender, key: ShipmentKey) -> None:
+        """A transfer that may calls a lender."""
+        if lender.worker:
+            self._quarantines.calls(LinkName.by_call(lender), key, self._clock.now())
+
+    def _count(self, name: LinkName, num_cells: int, num_bad: int) -> None:
         for found in self._quarantines.landed(name, num_cells, num_bad, self._clock.now()):
             self._counts.wires_quarantined += bool(found.wire)
             self._counts.workers_quarantined += not found.wire
@@ -61,10 +77,9 @@ class Watch:
                 if other == name or (same_life and not found.wire):
                     self._retire(each, found)
 
-    def ended(self, ports: Iterable[Port], key: ShipmentKey, *, committed: bool) -> None:
-        """A transfer is over that these ports carried."""
-        for port in ports:
-            name = LinkName.of(port.link.hello)
+    def ended(self, links: Iterable[LinkName], key: ShipmentKey, *, committed: bool) -> None:
+        """A transfer is over that these links brought, or would have."""
+        for name in links:
             if self._quarantines.ended(name, key, committed):
                 self._counts.wires_cleared += 1
                 log.info("wire_cleared", link=str(name), decode=str(self._identity))
@@ -101,7 +116,9 @@ class Watch:
             wire=wire,
             cool_down_s=round(found.left_s),
             reason=found.reason,
-            advice=f"other wires are used; look at what carries {wire} between the two hosts"
+            advice=f"its cells are had elsewhere; check the memory of the host of {found.worker}"
+            if wire == CALL
+            else f"other wires are used; look at what carries {wire} between the two hosts"
             if wire
             else f"others serve its requests; check the memory and network of the host of "
             f"{found.worker}, and restart it there or elsewhere: a new life starts clean",

@@ -34,7 +34,7 @@ from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.system.live_cluster import LiveCluster, Reply, live_cluster
 from transport.orders import Lender, ShipmentKey
-from transport.pull import GrpcPuller, by_name
+from transport.pull import GrpcPuller, Names, by_name
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
@@ -194,7 +194,7 @@ async def test_every_rank_gives_its_heads_of_a_block_by_name(cluster: LiveCluste
             CellRun(layer=0, first_block=1, num_blocks=1, heads=[h]) for h in range(start, stop)
         ]
         lender, key = Lender("d0", 0, address), ShipmentKey(b"k" * 16, 1, 1, 1)
-        pull = by_name(lender, key, [bytes(name) for name in names], runs)
+        pull = by_name(lender, key, Names([bytes(name) for name in names]), runs)
         async with aclosing(GrpcPuller(5).fetch(pull)) as parts:
             async for run, part in parts:
                 assert bad_cells(rows := cells_in(part), proofs_in(part)).size == 0, rows

@@ -1,7 +1,7 @@
 """Cells fetched by a call of their own: by whom, by what right, how much, and what is missing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -18,10 +18,11 @@ from transport.cells_servicer import CellsServicer
 from transport.config import TransportConfig
 from transport.fault_wire import FaultConnector, Item
 from transport.orders import Holder, Lender, ReceiptOrder, ShipmentKey, TransferFailed
-from transport.pull import GrpcPuller, Pull, PullFailed, by_name, by_shipment
+from transport.pull import GrpcPuller, Names, Pull, PullFailed, by_name, by_shipment
 
 SOURCE, TARGET = [5, 3, 9, 0, 11], [7, 20, 2, 15, 4]
 NUM_TOKENS = 20
+SOURCE_OF_MANY = list(range(23, -1, -1))
 NAMES = [bytes([i]) * 32 for i in range(5)]
 KEY = ShipmentKey(b"k" * 16, 1, 1, 1)  # of a shipment that nobody knows
 SPEC_CELL_BYTES = SPEC.cell_bytes(SPEC.groups[0].planes[0])
@@ -94,17 +95,39 @@ async def damaging(frame: Frame, payload: memoryview | None) -> list[Item]:
     return [(frame, memoryview(raw))]
 
 
+def damaging_before(num_blocks: int) -> Callable[..., Awaitable[list[Item]]]:
+    """Every cell, but for those from this block on: a prompt's tail, which has no name."""
+
+    async def damaging_all(frame: Frame, payload: memoryview | None) -> list[Item]:
+        if payload is None:
+            return [(frame, payload)]
+        chunk, raw = frame.chunk, bytearray(payload)
+        width = len(raw) // chunk.num_blocks
+        for block in range(chunk.num_blocks):
+            if chunk.first_block + block < num_blocks:
+                cells = range(block * width, (block + 1) * width, SPEC_CELL_BYTES)
+                for start in cells:
+                    raw[start] ^= 1
+        return [(frame, memoryview(raw))]
+
+    return damaging_all
+
+
 async def carry(
-    group: Cluster, order_of: "dict[str, object]", num_tokens: int = NUM_TOKENS
+    group: Cluster,
+    order_of: "dict[str, object]",
+    num_tokens: int = NUM_TOKENS,
+    source: Sequence[int] = SOURCE,
+    target: Sequence[int] = TARGET,
 ) -> None:
     """One transfer whose receivers may fetch cells from elsewhere, and its commit."""
     key = group.key()
-    order = group.receipt_order(key, num_tokens, TARGET)
+    order = group.receipt_order(key, num_tokens, target)
     fields = {name: getattr(order, name) for name in ReceiptOrder.__slots__}
     order = ReceiptOrder(**(fields | order_of))
     expected = [asyncio.create_task(each.expect(order)) for each in group.decode.receivers]
     shipped = group.ship(key, num_tokens)
-    group.seal_all(key, num_tokens, SOURCE)
+    group.seal_all(key, num_tokens, source)
     results = await asyncio.gather(*expected, return_exceptions=True)
     failed = [result for result in results if isinstance(result, BaseException)]
     if failed:
@@ -146,6 +169,34 @@ async def test_when_prefill_cannot_be_called_another_holder_of_the_block_is() ->
 
 
 @asynccontextmanager
+async def holding_large(group: Cluster, pins: Pins, size: int) -> AsyncIterator[Holder]:
+    """A worker of one rank that holds what the prefill group has, in blocks of `size` tokens: block
+    n of the prompt is its own n.
+    """
+    (interval,), theirs = group.prefill.intervals, group.spec.block_size
+    store = filled_store(replace(SPEC, block_size=size), interval, 24, seed=9)
+    unit = min(theirs, size)
+    ours, source = store.cut(unit), group.prefill.stores[0].cut(unit)
+    heads, per_block = list(interval), theirs // unit
+    for layer in range(SPEC.num_layers):
+        for place, block in enumerate(SOURCE_OF_MANY):
+            ids = [block * per_block + part for part in range(per_block)]
+            cells = source.gather_cells(layer, ids, heads)
+            at = range(place * per_block, (place + 1) * per_block)
+            if at.stop <= 24 * (size // unit):
+                ours.scatter_cells(layer, at, heads, cells)
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.aio.server()
+        add_CellsServicer_to_server(CellsServicer(store, threads, QUICK, blocks=pins), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            yield Holder("h", (address,), (interval,), size, "holder-0", 1)
+        finally:
+            await server.stop(0)
+
+
+@asynccontextmanager
 async def holding(tp: int, pins: Pins) -> AsyncIterator[Holder]:
     """A worker of `tp` ranks that holds what the prefill group has, in blocks of its own."""
     heads = HeadMap.even(9, SPEC.num_kv_heads, tp).kv
@@ -168,23 +219,10 @@ async def holding(tp: int, pins: Pins) -> AsyncIterator[Holder]:
 async def test_a_holder_of_any_tp_gives_every_head_from_the_rank_that_holds_it(
     tps: tuple[int, int], holder_tp: int
 ) -> None:
-    async def damaging_all(frame: Frame, payload: memoryview | None) -> list[Item]:
-        """Every cell, but for the tail, which has no name."""
-        if payload is None:
-            return [(frame, payload)]
-        chunk, raw = frame.chunk, bytearray(payload)
-        width = len(raw) // chunk.num_blocks
-        for block in range(chunk.num_blocks):
-            if chunk.first_block + block < 4:
-                cells = range(block * width, (block + 1) * width, SPEC_CELL_BYTES)
-                for start in cells:
-                    raw[start] ^= 1
-        return [(frame, memoryview(raw))]
-
     pins = Pins(dict(zip(NAMES[:4], SOURCE, strict=False)))
     async with (
         network("grpc") as net,
-        cluster(net, *tps, wrap=lambda inner: FaultConnector(inner, damaging_all)) as group,
+        cluster(net, *tps, wrap=lambda inner: FaultConnector(inner, damaging_before(4))) as group,
         holding(holder_tp, pins) as holder,
     ):
         await carry(group, {"holders": (holder,), "block_names": tuple(NAMES)}, num_tokens=18)
@@ -193,6 +231,83 @@ async def test_a_holder_of_any_tp_gives_every_head_from_the_rank_that_holds_it(
         heads = sum(len(interval) for interval in group.decode.intervals)
         assert pulled == 3 * 4 * heads
         assert pins.num_held == 0
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(4, 16), (16, 4), (2, 16)])
+async def test_a_holder_gives_the_parts_of_its_blocks_that_the_wire_speaks_of(
+    theirs: int, ours: int
+) -> None:
+    """The holder names blocks as large as decode's; those of the wire are as the smaller ones."""
+    unit, num_tokens = min(theirs, ours), 32 + 5 if theirs > 2 else 16 + 5
+    num_named = num_tokens // ours
+    names = [bytes([i]) * 32 for i in range(num_named)]
+    pins = Pins({name: i for i, name in enumerate(names)})
+    damage = damaging_before(num_named * ours // unit)
+    async with (
+        network("grpc") as net,
+        cluster(
+            net,
+            spec=replace(SPEC, block_size=theirs),
+            decode_block_size=ours,
+            wrap=lambda inner: FaultConnector(inner, damage),
+        ) as group,
+        holding_large(group, pins, ours) as holder,
+    ):
+        source = SOURCE_OF_MANY[: -(-num_tokens // theirs)]
+        target = list(range(24))[: -(-num_tokens // ours)]
+        others: dict[str, object] = {"holders": (holder,), "block_names": tuple(names)}
+        await carry(group, others, num_tokens, source, target)
+        group.check_blocks(num_tokens, source, target)
+        pulled = group.decode.receivers[0].counts.pulled_cells
+        assert pulled == 3 * 3 * num_named * ours // unit
+        assert pins.num_held == 0
+
+
+async def test_a_holder_that_names_blocks_of_another_size_is_not_asked() -> None:
+    async with (
+        network("grpc") as net,
+        cluster(net, wrap=lambda inner: FaultConnector(inner, damaging)) as group,
+    ):
+        pins = Pins(dict(zip(NAMES, SOURCE, strict=True)))
+        async with serving(group, pins=pins) as address:
+            heads = group.prefill.intervals
+            large, same = (Holder("h", (address,), heads, size) for size in (16, 4))
+            with pytest.raises(TransferFailed, match="h: names blocks of 16 tokens, not of 4"):
+                await carry(group, {"holders": (large,), "block_names": tuple(NAMES)})
+            await carry(group, {"holders": (large, same), "block_names": tuple(NAMES)})
+        group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+        assert group.decode.receivers[0].counts.pulled_cells == 1
+
+
+async def test_parts_of_a_block_that_has_changed_are_missing_and_it_is_suspected() -> None:
+    spec = replace(SPEC, block_size=16)
+    async with network("loopback") as net, cluster(net, spec=spec) as group:
+        pins = Pins({NAMES[0]: SOURCE[0], NAMES[1]: SOURCE[1]})
+        store = group.prefill.stores[0]
+        assert store.recheck(SOURCE[:2]) == []
+        store.layer(1)[SOURCE[1], 0, 2, 1, 1] ^= 1
+        names = Names(NAMES, parts=4, block_size=16)
+        async with serving(group, pins=pins) as address:
+            parts = await fetched(by_name(at(address), KEY, names, [run_of(1, 3), run_of(6, 1)]))
+        assert [run.first_block for run, _ in parts] == [1, 2, 3]
+        want = store.cut(4).gather_cells(1, [SOURCE[0] * 4 + part for part in (1, 2, 3)], (0, 2))
+        assert b"".join(payload for _, payload in parts) == want.tobytes()
+        assert pins.suspected == [NAMES[1]]
+
+
+async def test_as_many_bytes_of_parts_as_of_whole_blocks_may_be_asked_for_by_name() -> None:
+    spec = replace(SPEC, block_size=16)
+    most = 2 * spec.bytes_per_block(3) // spec.num_layers
+    config = replace(QUICK, max_call_bytes=most)
+    async with network("loopback") as net, cluster(net, spec=spec, config=config) as group:
+        pins = Pins(dict(zip(NAMES, SOURCE, strict=True)))
+        names = Names(NAMES, parts=4, block_size=16)
+        async with serving(group, pins=pins, config=config) as address:
+            pull = by_name(at(address), KEY, names, [run_of(2, 8, heads=(0, 1, 2))])
+            assert sum(run.num_blocks for run, _ in await fetched(pull)) == 8
+            pull = by_name(at(address), KEY, names, [run_of(2, 9, heads=(0, 1, 2))])
+            with pytest.raises(PullFailed, match=r"RESOURCE_EXHAUSTED: .* bytes are asked for"):
+                await fetched(pull)
 
 
 async def test_a_cell_that_nobody_has_whole_is_a_loss_of_data_that_names_it() -> None:
@@ -212,7 +327,7 @@ async def test_a_pull_by_name_brings_what_is_there_and_leaves_out_what_is_not() 
     async with network("loopback") as net, cluster(net) as group:
         pins = Pins({NAMES[0]: SOURCE[0], NAMES[1]: SOURCE[1], NAMES[3]: SOURCE[3]})
         async with serving(group, pins=pins) as address:
-            parts = await fetched(by_name(at(address), KEY, NAMES, [run_of(0, 4)]))
+            parts = await fetched(by_name(at(address), KEY, Names(NAMES), [run_of(0, 4)]))
         assert {(run.first_block, payload) for run, payload in parts} == {
             (block, cells(group, block)) for block in (0, 1, 3)
         }
@@ -263,7 +378,9 @@ async def test_a_block_that_has_changed_is_missing_and_suspected() -> None:
         assert store.recheck(SOURCE[:2]) == []
         store.layer(1)[SOURCE[1], 0, 2, 1, 1] ^= 1
         async with serving(group, pins=pins) as address:
-            parts = await fetched(by_name(at(address), KEY, NAMES, [run_of(0, 1), run_of(1, 1)]))
+            parts = await fetched(
+                by_name(at(address), KEY, Names(NAMES), [run_of(0, 1), run_of(1, 1)])
+            )
         assert [run.first_block for run, _ in parts] == [0]
         assert pins.suspected == [NAMES[1]]
 
@@ -279,6 +396,15 @@ async def test_a_block_that_has_changed_is_missing_and_suspected() -> None:
         (FetchRequest(names=NAMES, runs=[run_of(0, 1, layer=3)]), "INVALID_ARGUMENT: layer 3"),
         (FetchRequest(names=NAMES, runs=[run_of(0, 1, heads=[1, 1])]), "INVALID_ARGUMENT"),
         (FetchRequest(names=NAMES, runs=[run_of(0, 1, heads=[7])]), "FAILED_PRECONDITION"),
+        (
+            FetchRequest(names=NAMES, runs=[run_of(0, 1)], block_size=16, parts=4),
+            "FAILED_PRECONDITION: 4 parts of blocks of 16 tokens .* names blocks of 4",
+        ),
+        (FetchRequest(names=NAMES, runs=[run_of(0, 1)], parts=8), "FAILED_PRECONDITION: 8 parts"),
+        (
+            FetchRequest(names=NAMES, runs=[run_of(0, 11)], parts=2),
+            "INVALID_ARGUMENT: block 10 has no name among 10",
+        ),
     ],
 )
 async def test_a_pull_without_right_or_bounds_is_refused(
@@ -296,9 +422,9 @@ async def test_a_pull_without_right_or_bounds_is_refused(
 async def test_who_knows_no_names_says_so_and_so_does_nobody_at_all() -> None:
     async with network("loopback") as net, cluster(net) as group, serving(group) as address:
         with pytest.raises(PullFailed, match="FAILED_PRECONDITION: nobody here knows blocks"):
-            await fetched(by_name(at(address), KEY, NAMES, [run_of(0, 1)]))
+            await fetched(by_name(at(address), KEY, Names(NAMES), [run_of(0, 1)]))
     with pytest.raises(PullFailed, match="UNAVAILABLE"):
-        await fetched(by_name(at(address), KEY, NAMES, [run_of(0, 1)]))
+        await fetched(by_name(at(address), KEY, Names(NAMES), [run_of(0, 1)]))
 
 
 async def test_each_kind_of_damaged_cell_is_repaired_and_nothing_is_ever_wrong() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from transport.config import TransportConfig
 from transport.damage_rate import DamageRate
-from transport.orders import ShipmentKey
+from transport.orders import Lender, ShipmentKey
 from transport.quarantine import LinkName, Quarantined, Quarantines, Standing
 
 CONFIG = TransportConfig(
@@ -174,3 +174,32 @@ def test_only_so_many_workers_are_remembered() -> None:
     for number in range(10):
         broken(quarantines, replace(TCP, worker=f"p{number}"), now=0.0)
     assert [name.worker for name, _ in quarantines.links()] == ["p7", "p8", "p9"]
+
+
+def test_calls_are_a_link_of_their_own_and_one_transfer_tries_them_again() -> None:
+    quarantines = Quarantines(CONFIG)
+    name = LinkName.by_call(Lender("i1", 0, "there:1", "p0", 1))
+    assert (name.wire, quarantines.against(name, KEY, now=0.0)) == ("call", "")
+    quarantines.calls(name, KEY, now=0.0)
+    assert wires(broken(quarantines, name, now=0.0)) == ["call"]
+    assert "came damaged over call" in quarantines.against(name, KEY, now=9.0)
+    assert quarantines.call(TCP, now=9.0) is None  # its wires are sound
+
+    assert quarantines.against(name, KEY, now=10.0) == ""
+    quarantines.calls(name, KEY, now=10.0)
+    assert quarantines.against(name, KEY, now=10.0) == ""
+    assert "trying it again" in quarantines.against(name, OTHER, now=10.0)
+    quarantines.landed(name, 1, 0, now=10.0)
+    assert quarantines.ended(name, KEY, committed=True)
+    assert quarantines.against(name, OTHER, now=10.0) == ""
+
+
+def test_a_bad_wire_and_bad_calls_are_the_workers_and_calls_are_still_answered_meanwhile() -> None:
+    quarantines = Quarantines(CONFIG)
+    name = LinkName.by_call(Lender("i1", 0, "there:1", "p0", 1))
+    other = LinkName.by_call(Lender("i1", 1, "there:2", "p0", 1))
+    broken(quarantines, TCP, now=0.0)
+    assert wires(broken(quarantines, name, now=0.0)) == ["call", ""]
+    assert quarantines.against(other, KEY, now=0.0) == ""  # a transfer that runs may need it
+    later = LinkName.by_call(Lender("i2", 0, "there:1", "p0", 2))
+    assert quarantines.against(later, KEY, now=0.0) == ""  # its next life starts clean
