@@ -5,10 +5,18 @@
  * block b is then block b * parts + p. In a buffer cells are dense and in canonical order: block,
  * head, plane.
  */
+#define _DEFAULT_SOURCE
+#include <errno.h>
+#include <poll.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/socket.h>
 
 #include "cells.h"
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
 
 typedef struct {
     int64_t block_stride, plane_stride, head_stride, slot_stride; /* of the pool, in bytes */
@@ -53,6 +61,52 @@ void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t n
                 to += cell_bytes;
             }
     }
+}
+
+/* Of the last block only so many slots have meaning: the rest of each cell becomes zero. */
+static void clear_tail(const layout *at, char *cells, int64_t tail_slots, digest_fn digest,
+                       uint64_t *digests) {
+    const int64_t cell_bytes = at->num_slots * at->slot_bytes, kept = tail_slots * at->slot_bytes;
+    for (int64_t i = 0; i < (at->hi - at->lo) * at->num_planes; i++, cells += cell_bytes) {
+        memset(cells + kept, 0, cell_bytes - kept);
+        if (digests) digests[i] = digest_of(cells, cell_bytes, digest);
+    }
+}
+
+/* Gather as above, and send it all through the socket `fd`, as much at a time as `room` takes: what
+ * is small enough to be in a cache still when the kernel copies it costs half. Returns how many bytes
+ * have left: all, or those before the socket took none for `patience_ms`; or -errno. */
+int64_t pour_cells(int fd, char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
+                   int64_t tail_slots, char *room, int64_t room_bytes, int patience_ms,
+                   digest_fn digest, uint64_t *digests) {
+    const int64_t num_cells = (at->hi - at->lo) * at->num_planes;
+    const int64_t block_bytes = num_cells * at->num_slots * at->slot_bytes;
+    const int64_t step = room_bytes / block_bytes;
+    int64_t gone = 0;
+    for (int64_t b = 0; step && b < num_blocks; b += step) {
+        const int64_t count = num_blocks - b < step ? num_blocks - b : step;
+        gather_cells(pool, at, blocks + b, count, room, block_bytes, digest,
+                     digests ? digests + b * num_cells : NULL, num_cells);
+        if (tail_slots && b + count == num_blocks)
+            clear_tail(at, room + (count - 1) * block_bytes, tail_slots, digest,
+                       digests ? digests + (num_blocks - 1) * num_cells : NULL);
+        for (int64_t sent = 0; sent < count * block_bytes;) {
+            ssize_t now = send(fd, room + sent, count * block_bytes - sent,
+                               MSG_NOSIGNAL | MSG_DONTWAIT);
+            if (now >= 0) {
+                sent += now;
+                gone += now;
+                continue;
+            }
+            if (errno == EINTR) continue;
+            if (errno != EAGAIN && errno != EWOULDBLOCK) return -errno;
+            struct pollfd ready = {.fd = fd, .events = POLLOUT};
+            int found = poll(&ready, 1, patience_ms);
+            if (found == 0) return gone;
+            if (found < 0 && errno != EINTR) return -errno;
+        }
+    }
+    return gone;
 }
 
 /* With digests, a cell is written only if it is what its digest says; `bad` is set for the others. */

@@ -8,6 +8,7 @@ Where there is no compiler, `load` answers None and the references in `gather_bl
 import ctypes
 import functools
 import importlib
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,6 +72,42 @@ class HostCells(NamedTuple):
             *_rows(digests),
         )
 
+    def pour(
+        self,
+        fd: int,
+        pool: int,
+        layout: Layout,
+        block_ids: NDArray[np.int64],
+        tail_slots: int,
+        room: NDArray[np.uint8],
+        patience_ms: int,
+        digests: NDArray[np.uint64] | None,
+    ) -> int:
+        """Gather, and send it through the socket `fd`, piece by piece in `room`. Of the last block
+        `tail_slots` slots have meaning, 0: all. `digests`, if given, is dense.
+
+        Returns how many bytes have left: fewer than all where the socket takes none for
+        `patience_ms`, or a block does not fit into `room`. Raises OSError.
+        """
+        gone = int(
+            self.library.pour_cells(
+                ctypes.c_int(fd),
+                ctypes.c_void_p(pool),
+                ctypes.byref(layout),
+                ctypes.c_void_p(block_ids.ctypes.data),
+                ctypes.c_int64(len(block_ids)),
+                ctypes.c_int64(tail_slots),
+                ctypes.c_void_p(room.ctypes.data),
+                ctypes.c_int64(room.nbytes),
+                ctypes.c_int(patience_ms),
+                self.digest,
+                ctypes.c_void_p(None if digests is None else digests.ctypes.data),
+            )
+        )
+        if gone < 0:
+            raise OSError(-gone, os.strerror(-gone))
+        return gone
+
     def scatter(
         self,
         pool: int,
@@ -125,12 +162,14 @@ def load() -> HostCells | None:
     """The compiled functions, or None where they cannot be had or do not do what they should."""
     address, count = ctypes.c_void_p, ctypes.c_int64
     cells = [address, address, address, count, address, count, address, address, count]
+    pour = [ctypes.c_int, *cells[:4], count, address, count, ctypes.c_int, address, address]
     return loaded(
         SOURCE,
         signatures={
             "gather_cells": (None, cells),
             "scatter_cells": (None, [*cells, address]),
             "digest_cells": (None, [address, address, count, count, address]),
+            "pour_cells": (count, pour),
         },
         make=_tried,
         otherwise="cells are gathered, scattered and digested by numpy, slower",

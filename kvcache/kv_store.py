@@ -117,6 +117,19 @@ class KvStore:
         """As `PoolCells`, by whole blocks."""
         return self._cells.gather_cells(layer, block_ids, heads, tail_tokens, out, digests)
 
+    def pour_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None,
+        fd: int,
+        room: NDArray[np.uint8],
+        digests: NDArray[np.uint64] | None,
+    ) -> int:
+        """As `PoolCells`, by whole blocks."""
+        return self._cells.pour_cells(layer, block_ids, heads, tail_tokens, fd, room, digests)
+
     def scatter_cells(
         self,
         layer: int,

@@ -26,6 +26,9 @@ from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten, KeptDigests
 from kvcache.spec import CacheSpec
 
+PATIENCE_MS = 5  # for a socket to take more, before what is left is gathered all at once
+_NO_CELLS = np.empty((0, 0, 0, 0), dtype=np.uint8)
+
 
 class PoolCells:
     """Reads and writes the live `layers` of a pool of `num_blocks` blocks of `spec`."""
@@ -125,6 +128,46 @@ class PoolCells:
             if rotten:
                 raise BlockRotten(rotten, layer)
         return cells_BHPC.reshape(-1, cell_bytes)
+
+    def pour_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None,
+        fd: int,
+        room: NDArray[np.uint8],
+        digests: NDArray[np.uint64] | None,
+    ) -> int:
+        """As `gather_cells`, but the cells leave through the socket `fd`, piece by piece in `room`.
+
+        Returns how many bytes have left: none where it cannot be done so, and not all where the
+        socket takes no more for some milliseconds, so that the blocks are not held by who reads
+        slowly: then all is to be gathered once more, for what is left. Raises OSError, and
+        BlockRotten when all has left.
+        """
+        pool_NPHSD = self._layers[layer]
+        runs, ids_B = self._local_runs(heads), self._checked(block_ids)
+        if self._host is None or len(runs) != 1 or not len(ids_B):
+            return 0
+        whole = ids_B if tail_tokens is None else ids_B[:-1]
+        compared = self._kept if self._parts == 1 and digests is not None else None
+        written = compared.written(whole) if compared is not None else None
+        num_planes, slot_bytes = pool_NPHSD.shape[1], pool_NPHSD.shape[4] * pool_NPHSD.itemsize
+        num_cells = len(heads) * num_planes
+        cell_bytes = self.spec.block_size * slot_bytes
+        ((layout, _, _),) = self._host_runs(pool_NPHSD, runs, _NO_CELLS)
+        pool, tail = pool_NPHSD.data_ptr(), tail_tokens or 0
+        gone = self._host.pour(fd, pool, layout, ids_B, tail, room, PATIENCE_MS, digests)
+        if compared is None or written is None or digests is None:
+            return gone
+        if gone < len(ids_B) * num_cells * cell_bytes:
+            return gone
+        digests_BHP = digests.reshape(len(ids_B), len(heads), num_planes)[: len(whole)]
+        rotten = compared.compare(layer, whole, self._locals(heads), digests_BHP, written)
+        if rotten:
+            raise BlockRotten(rotten, layer)
+        return gone
 
     def scatter_cells(
         self,

@@ -1,8 +1,9 @@
 """From live blocks to the wire: the one place where the cache is read for sending."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -12,15 +13,16 @@ from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame, Open, SealAll
 from transport.books import SendingBook
 from transport.chunk_check import chunk_check
+from transport.link import Outlet
 from transport.orders import FirstToken, ShipmentOrder, ShipmentReport
-from transport.outgoing import Outgoing, Part
+from transport.outgoing import Outgoing, Part, Run
 from transport.port import Port
 from transport.readers import Readers
 from transport.shipment import Shape
 
 
 class CellSource(Protocol):
-    """Where cells come from: `kvcache.kv_store.KvStore`."""
+    """Where cells are read: `kvcache.kv_store.KvStore`."""
 
     @property
     def spec(self) -> CacheSpec: ...
@@ -38,6 +40,23 @@ class CellSource(Protocol):
         out: NDArray[np.uint8] | None = None,
         digests: NDArray[np.uint64] | None = None,
     ) -> NDArray[np.uint8]: ...
+
+
+class Pool(CellSource, Protocol):
+    """Where cells come from: `kvcache.kv_store.KvStore`, too."""
+
+    def cut(self, block_size: int) -> "Pool": ...
+
+    def pour_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None,
+        fd: int,
+        room: NDArray[np.uint8],
+        digests: NDArray[np.uint64] | None,
+    ) -> int: ...
 
 
 @dataclass(slots=True)
@@ -92,7 +111,7 @@ class Departure:
 
 
 def gather(
-    source: CellSource,
+    source: Pool,
     departure: Departure,
     rank: int,
     heads: Sequence[int],
@@ -103,12 +122,30 @@ def gather(
 
     A transfer given up meanwhile is not read from: its end waits for this call to return.
     """
+    work = partial(_gather, source, departure, heads, part, room)
+    return _read(departure, rank, part, work)
+
+
+def pour(
+    source: Pool,
+    departure: Departure,
+    rank: int,
+    heads: Sequence[int],
+    part: Part,
+    outlet: Outlet,
+) -> Frame | None:
+    """As `gather`, but the payload leaves while it is built."""
+    work = partial(_pour, source, departure, heads, part, outlet)
+    return _read(departure, rank, part, work)
+
+
+def _read(departure: Departure, rank: int, part: Part, work: Callable[[], Frame]) -> Frame | None:
     with departure.readers.inside() as wanted:
         if not wanted:
             return None
         departure.book.gathering(rank, part.seq)
         try:
-            frame = _gather(source, departure, heads, part, room)
+            frame = work()
         finally:
             departure.book.gathered(rank, part.seq)
         departure.book.sent(rank, frame.chunk)  # before the end, which may come with leaving
@@ -116,21 +153,46 @@ def gather(
 
 
 def _gather(
-    source: CellSource, departure: Departure, heads: Sequence[int], part: Part, room: memoryview
+    source: Pool, departure: Departure, heads: Sequence[int], part: Part, room: memoryview
 ) -> Frame:
-    run, shape, key = part.run, departure.shape, departure.order.key
-    if shape.parts > 1:
-        source = source.cut(shape.block_size)
-    num_planes = len(shape.layers[run.layer].planes)
-    digests = np.empty(len(run.block_ids) * len(heads) * num_planes, dtype=np.uint64)
+    source, run = _cut(source, departure), part.run
+    digests = _digests(departure, heads, run)
     out = np.frombuffer(room, dtype=np.uint8)
     source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out, digests)
+    return _frame(departure, part, room.nbytes, digests)
+
+
+def _pour(
+    source: Pool, departure: Departure, heads: Sequence[int], part: Part, outlet: Outlet
+) -> Frame:
+    source, run = _cut(source, departure), part.run
+    digests = _digests(departure, heads, run)
+    cells = (run.layer, run.block_ids, heads, run.tail_tokens)
+    fd, piece = outlet.begin()
+    outlet.gone(source.pour_cells(*cells, fd, piece, digests))
+    if (room := outlet.rest()) is not None:
+        source.gather_cells(*cells, room, digests)
+    return _frame(departure, part, outlet.num_bytes, digests)
+
+
+def _cut(source: Pool, departure: Departure) -> Pool:
+    shape = departure.shape
+    return source.cut(shape.block_size) if shape.parts > 1 else source
+
+
+def _digests(departure: Departure, heads: Sequence[int], run: Run) -> NDArray[np.uint64]:
+    num_planes = len(departure.shape.layers[run.layer].planes)
+    return np.empty(len(run.block_ids) * len(heads) * num_planes, dtype=np.uint64)
+
+
+def _frame(departure: Departure, part: Part, num_bytes: int, digests: NDArray[np.uint64]) -> Frame:
+    run, key = part.run, departure.order.key
     chunk = Chunk(
         seq=part.seq,
         layer=run.layer,
         first_block=run.first_block,
         num_blocks=len(run.block_ids),
-        payload_bytes=room.nbytes,
+        payload_bytes=num_bytes,
         digests=digests.astype("<u8", copy=False).tobytes(),
         heads=part.heads,
     )

@@ -4,18 +4,22 @@ Every message is a header, a frame, and perhaps a payload:
 
     frame_bytes     u32
     payload_bytes   u32
-    place           i32: INLINE, the payload follows; RETURN, the frame is a list of slots, u16
-                    each; otherwise the slot of a shared ring in which the payload lies
+    place           i32: INLINE, the payload follows; AHEAD, it does, and has no frame yet; OF_LAST,
+                    it came ahead of this frame, right before; RETURN, the frame is a list of
+                    slots, u16 each; otherwise the slot of a shared ring in which it lies
+
+A payload that came ahead and is followed by anything else comes to nothing.
 
 Small messages leave and arrive on the event loop. Payloads are written and read whole, each by one
 blocking call on a thread: the loop would be woken for every few kilobytes, and each time would have
 to take the interpreter's lock from whoever computes. The thread that writes a payload may build it,
-too, in memory that it alone uses again and again.
+too, in memory that it alone uses again and again, or pour it out piece by piece.
 """
 
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import struct
 from collections import deque
@@ -23,15 +27,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache import host_memory
 from protos.transfer_pb2 import Frame
-from transport.link import Fill, LinkClosed, heed
+from transport.link import Fill, LinkClosed, Pour, heed
 from transport.staging import Staging
 from transport.threads import Threads
 
 HEADER = struct.Struct("<IIi")
-INLINE, RETURN = -1, -2
+INLINE, RETURN, AHEAD, OF_LAST = -1, -2, -4, -5  # -3 is a wire's own
+PIECE_BYTES = 512 << 10  # that are built and sent before the next: in a cache for both
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 64 << 20  # of one chunk: a frame that announces more is no chunk of ours
@@ -50,6 +56,8 @@ class FrameSocket:
         self._writer = Threads(1, "kv-socket-write")
         self._reader = Threads(1, "kv-socket-read")
         self._room = memoryview(b"")  # in which payloads are built
+        self._piece = np.empty(0, dtype=np.uint8)
+        self._lone: memoryview | None = None  # a payload that came ahead of its frame
         self._staging = Staging()
         self._header = memoryview(bytearray(HEADER.size))
         self._frame: memoryview | None = None  # the one being read, once its header is
@@ -82,6 +90,10 @@ class FrameSocket:
     def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
         """Send what `fill` builds, after all that was sent before. Raises LinkClosed."""
         return self.write(partial(self._load, num_bytes, fill))
+
+    def pour(self, num_bytes: int, pour: Pour) -> "asyncio.Future[None]":
+        """As `load`, with what leaves while it is built. Raises LinkClosed."""
+        return self.write(partial(self._pour, num_bytes, pour))
 
     def write(self, work: Callable[[], None]) -> "asyncio.Future[None]":
         """Have `work` call `write_now` on the writer's thread, after all that was sent before.
@@ -140,12 +152,40 @@ class FrameSocket:
 
     def _load(self, num_bytes: int, fill: Fill) -> None:
         """On the writer's thread."""
-        if self._room.nbytes < num_bytes:
-            self._room = host_memory.buffer(num_bytes).data
-        room = self._room[:num_bytes]
+        room = self.room(num_bytes)
         frame = fill(room)
         if frame is not None:
             self.write_now(frame, room, num_bytes)
+
+    def room(self, num_bytes: int) -> memoryview:
+        """To build a payload in. Only within `write`."""
+        if self._room.nbytes < num_bytes:
+            self._room = host_memory.buffer(num_bytes).data
+        return self._room[:num_bytes]
+
+    def _pour(self, num_bytes: int, pour: Pour) -> None:
+        """On the writer's thread."""
+        writable = select.poll()
+        writable.register(self._sock, select.POLLOUT)
+        writable.poll()  # here, where no block is held, and not in `begin_payload`
+        outlet, frame = SocketOutlet(self, num_bytes), None
+        try:
+            frame = pour(outlet)
+        finally:
+            outlet.end()
+        if frame is not None:
+            self.write_now(frame, None, num_bytes, OF_LAST)
+
+    def begin_payload(self, num_bytes: int) -> tuple[int, NDArray[np.uint8]]:
+        """One comes ahead of its frame. Only within `write`; returns the socket and a piece."""
+        if not self._piece.nbytes:
+            self._piece = np.empty(PIECE_BYTES, dtype=np.uint8)
+        self.write_bytes(memoryview(HEADER.pack(0, num_bytes, AHEAD)))
+        return self._sock.fileno(), self._piece
+
+    def write_bytes(self, data: memoryview) -> None:
+        """Only within `write`."""
+        self._write([data])
 
     def _write(self, pieces: list[memoryview]) -> None:
         """On the writer's thread."""
@@ -233,7 +273,7 @@ class FrameSocket:
                 if frame_bytes:
                     continue
             _, payload_bytes, place = self._about
-            if place == INLINE and payload_bytes:
+            if place in (INLINE, AHEAD) and payload_bytes:
                 return self._staging.take(payload_bytes)
             self._arrive(None)
         return None
@@ -242,6 +282,13 @@ class FrameSocket:
         frame, (_, payload_bytes, place) = self._frame, self._about
         assert frame is not None, "a message without its frame"
         self._frame, self._rest = None, self._header
+        lone, self._lone = self._lone, payload if place == AHEAD else None
+        if place == AHEAD:
+            return
+        if place == OF_LAST:
+            if lone is None or lone.nbytes != payload_bytes:
+                raise LinkClosed(f"{payload_bytes} bytes were to come ahead of their frame")
+            place, payload = INLINE, lone
         self._arrived.append((bytes(frame), payload_bytes, place, payload))
 
     def _tell(self) -> LinkClosed | None:
@@ -268,6 +315,35 @@ class FrameSocket:
         elif self._watched and not on:
             self._loop.remove_reader(self._sock)
         self._watched = on
+
+
+class SocketOutlet:
+    """One payload on its way out of a socket; see `transport.link.Outlet`."""
+
+    def __init__(self, stream: FrameSocket, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._stream = stream
+        self._left = 0
+        self._room: memoryview | None = None
+
+    def begin(self) -> tuple[int, NDArray[np.uint8]]:
+        self._left = self.num_bytes
+        return self._stream.begin_payload(self.num_bytes)
+
+    def gone(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+
+    def rest(self) -> NDArray[np.uint8] | None:
+        if not self._left:
+            return None
+        self._room = self._stream.room(self.num_bytes)
+        return np.frombuffer(self._room, dtype=np.uint8)
+
+    def end(self) -> None:
+        """As many bytes leave as were announced, whatever became of the payload."""
+        if self._left:
+            room = self._room if self._room is not None else memoryview(bytes(self.num_bytes))
+            self._stream.write_bytes(room[self.num_bytes - self._left :])
 
 
 def pack_slots(slots: Sequence[int]) -> bytes:

@@ -17,9 +17,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from protos.transfer_pb2 import Frame, Hello, Welcome
 
-PROTOCOL = 2  # raised with every change that an older build would misread
+PROTOCOL = 3  # raised with every change that an older build would misread
 
 T = TypeVar("T")
 
@@ -68,6 +71,32 @@ class Loader(Protocol):
 
         Done when `send` would return, or with what `fill` raised. Who stops waiting stops nothing.
         """
+
+
+class Outlet(Protocol):
+    """Where one payload leaves, while it is built, through a socket that is nobody else's then."""
+
+    num_bytes: int
+
+    def begin(self) -> tuple[int, NDArray[np.uint8]]:
+        """Say how much will come. Returns the socket, and room for what has not left yet."""
+
+    def gone(self, num_bytes: int) -> None:
+        """So much of the payload has been sent through the socket."""
+
+    def rest(self) -> NDArray[np.uint8] | None:
+        """Where to build the whole payload if some of it is left, which then leaves from there."""
+
+
+Pour = Callable[[Outlet], Frame | None]
+
+
+@runtime_checkable
+class Pourer(Protocol):
+    """A prefill end whose payloads may leave while they are built, on a thread of its own."""
+
+    def pour(self, num_bytes: int, pour: Pour) -> "asyncio.Future[None]":
+        """As `Loader.load`. What has left comes to nothing if `pour` answers None or raises."""
 
 
 class Connector(Protocol):

@@ -116,8 +116,8 @@ class Mender:
         config, order = self._config, landing.order
         pair, port = landing.incoming.pairs[rank], landing.ports.get(rank)
         lender = self._source(landing, rank)
-        callable_ = lender is not None and not self._arrivals.watch.against(lender, order.key)
-        calls = config.max_calls if callable_ else 0
+        answers = lender is not None and not self._arrivals.watch.against(lender, order.key)
+        calls = config.max_calls if answers else 0
         fit = port is not None and port.open
         if calls or order.holders:  # else a link that damages is better than none
             fit = fit and pair.num_damaged < config.max_link_damages

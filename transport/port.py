@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 from protos.transfer_pb2 import Frame
-from transport.link import Fill, Link, LinkClosed, Loader, heed
+from transport.link import Fill, Link, LinkClosed, Loader, Pour, Pourer, heed
 from transport.threads import Threads
 
 MAX_POSTED = 4096  # frames the other end has not taken: it does not read
@@ -24,6 +24,7 @@ class Port:
         self.retired = False  # in quarantine: no shipment begins over it any more
         self.room = asyncio.Semaphore(max_staged_chunks)  # for payloads not yet scattered
         self._loader = link if isinstance(link, Loader) else None
+        self._pourer = link if isinstance(link, Pourer) else None
         self._send_timeout_s = send_timeout_s
         self._posted: deque[Frame] = deque()
         self._stirred = asyncio.Event()
@@ -39,12 +40,19 @@ class Port:
             self._posted.append(frame)
             self._stirred.set()
 
-    async def load(self, num_bytes: int, fill: Fill, threads: Threads) -> None:
+    async def load(self, num_bytes: int, fill: Fill, pour: Pour, threads: Threads) -> None:
         """Send a payload of `num_bytes` with its frame, built by `fill` on a thread: one of the
-        wire's if it has any, else one of `threads`. Returns once the wire has taken it.
+        wire's if it has any, else one of `threads`; or by `pour`, if the wire can do that. Returns
+        once the wire has taken it.
 
-        Raises LinkClosed, and what `fill` raises.
+        Raises LinkClosed, and what `fill` or `pour` raises.
         """
+        if self._pourer is not None:
+            with self._in_time():
+                pouring = self._pourer.pour(num_bytes, pour)
+                pouring.add_done_callback(heed)
+                await pouring
+            return
         if self._loader is not None:
             with self._in_time():
                 loading = self._loader.load(num_bytes, fill)

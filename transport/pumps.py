@@ -4,7 +4,7 @@ from functools import partial
 
 from kvcache.kept_digests import BlockRotten
 from transport.clock import Clock
-from transport.departure import CellSource, Departure, gather
+from transport.departure import Departure, Pool, gather, pour
 from transport.departures import Departures
 from transport.link import LinkClosed
 from transport.orders import Code, TransferFailed
@@ -23,7 +23,7 @@ class Pumps:
         self,
         departures: Departures,
         peers: Peers,
-        store: CellSource,
+        store: Pool,
         copiers: Threads,
         clock: Clock,
     ) -> None:
@@ -115,8 +115,10 @@ class Pumps:
         num_bytes = len(part.run.block_ids) * block_bytes
         if departure.began_at is None:
             departure.began_at = self._clock.now()
-        fill = partial(gather, self._store, departure, rank, heads, part)
-        await port.load(num_bytes, fill, self._copiers)
+        fill, poured = (
+            partial(how, self._store, departure, rank, heads, part) for how in (gather, pour)
+        )
+        await port.load(num_bytes, fill, poured, self._copiers)
         if not part.heads:
             pair.sent(part.seq, self._clock.now())
         self.counts.chunks += 1

@@ -20,7 +20,7 @@ from transport import books
 from transport.books import own_ledger
 from transport.clock import Clock
 from transport.config import TransportConfig
-from transport.departure import CellSource, Departure
+from transport.departure import Departure, Pool
 from transport.departures import Departures
 from transport.from_decode import DecodeFrames
 from transport.inbox import Finished, Inbox, Note, Sealed
@@ -47,7 +47,7 @@ class Shipper:
         self,
         identity: Identity,
         source_intervals: Sequence[HeadInterval],
-        store: CellSource,
+        store: Pool,
         connectors: Mapping[str, Connector],
         manifest_digest: bytes,
         clock: Clock,

@@ -1,14 +1,15 @@
-"""The TCP wire: payloads leave by `sendmsg` and land by `recv_into`, on a socket of the pair.
+"""The TCP wire: payloads leave while they are built, and land by `recv_into`.
 
-It crosses hosts. The decode rank listens on its own address for as long as it takes the prefill
-rank to come, and lets in nobody else.
+They ride a socket of the pair. It crosses hosts. The decode rank listens on its own address for as
+long as it takes the prefill rank to come, and lets in nobody else.
 """
 
+import asyncio
 import socket
 
 from protos.transfer_pb2 import Hello
 from transport.frame_socket import FrameSocket
-from transport.link import Connector, Link
+from transport.link import Connector, Link, Pour
 from transport.meeting import await_caller, call, listen_tcp
 from transport.socket_link import SocketLink
 
@@ -26,7 +27,13 @@ class TcpConnector:
         greeting.wire = "tcp"
         control = await self._control.connect(address, greeting)
         sock = await call(control, self._timeout_s)
-        return SocketLink(control, at_once(sock))
+        return PrefillTcpLink(control, at_once(sock))
+
+
+class PrefillTcpLink(SocketLink):
+    def pour(self, num_bytes: int, pour: Pour) -> "asyncio.Future[None]":
+        self._end.check()
+        return self._stream.pour(num_bytes, pour)
 
 
 class TcpAcceptor:

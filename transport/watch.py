@@ -66,17 +66,6 @@ class Watch:
         if lender.worker:
             self._quarantines.calls(LinkName.by_call(lender), key, self._clock.now())
 
-    def _count(self, name: LinkName, num_cells: int, num_bad: int) -> None:
-        for found in self._quarantines.landed(name, num_cells, num_bad, self._clock.now()):
-            self._counts.wires_quarantined += bool(found.wire)
-            self._counts.workers_quarantined += not found.wire
-            self._say(found)
-            for each in self.ports:
-                other = LinkName.of(each.link.hello)
-                same_life = (other.worker, other.epoch) == (name.worker, name.epoch)
-                if other == name or (same_life and not found.wire):
-                    self._retire(each, found)
-
     def ended(self, links: Iterable[LinkName], key: ShipmentKey, *, committed: bool) -> None:
         """A transfer is over that these links brought, or would have."""
         for name in links:
@@ -94,6 +83,17 @@ class Watch:
     def workers(self) -> dict[str, float]:
         """How long each prefill worker is to be left alone as such."""
         return self._quarantines.workers(self._clock.now())
+
+    def _count(self, name: LinkName, num_cells: int, num_bad: int) -> None:
+        for found in self._quarantines.landed(name, num_cells, num_bad, self._clock.now()):
+            self._counts.wires_quarantined += bool(found.wire)
+            self._counts.workers_quarantined += not found.wire
+            self._say(found)
+            for each in self.ports:
+                other = LinkName.of(each.link.hello)
+                same_life = (other.worker, other.epoch) == (name.worker, name.epoch)
+                if other == name or (same_life and not found.wire):
+                    self._retire(each, found)
 
     def _retire(self, port: Port, found: Quarantined) -> None:
         port.retired = True

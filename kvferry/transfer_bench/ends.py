@@ -175,11 +175,17 @@ def _digests(on: bool) -> Iterator[None]:
         return
 
     gather, scatter = KvStore.gather_cells, KvStore.scatter_cells
+    pour: Any = KvStore.pour_cells
 
     def gather_only(*arguments: Any) -> Any:
         *others, digests = arguments
         digests[:] = 0
         return gather(*others)
+
+    def pour_only(*arguments: Any) -> Any:
+        *others, digests = arguments
+        digests[:] = 0
+        return pour(*others, None)
 
     def scatter_only(*arguments: Any) -> Any:
         return scatter(*arguments[:-1])
@@ -187,5 +193,6 @@ def _digests(on: bool) -> Iterator[None]:
     with (
         patch.object(KvStore, "gather_cells", gather_only),
         patch.object(KvStore, "scatter_cells", scatter_only),
+        patch.object(KvStore, "pour_cells", pour_only),
     ):
         yield

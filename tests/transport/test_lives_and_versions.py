@@ -96,7 +96,7 @@ async def test_other_weights_are_refused_and_both_fingerprints_named(wire: str) 
 
 async def test_another_protocol_is_refused_with_both_numbers() -> None:
     async with network("grpc") as net, cluster(net) as group:
-        with pytest.raises(LinkRefused, match="speaks transfer protocol 9, we speak 2"):
+        with pytest.raises(LinkRefused, match="speaks transfer protocol 9, we speak 3"):
             await net.connector().connect(group.decode.addresses[0], hello(protocol=9))
 
 
