@@ -5,6 +5,7 @@ pool, and all rows of transfers that are still open. So the newest pages can be 
 older ones, which are dropped beyond `PageConfig.num_kept`.
 """
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -24,9 +25,12 @@ from kvcache.ledger_row import (
     Extract,
     Origin,
     Reason,
+    Rows,
     TransferKey,
     runs,
 )
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Ledger:
@@ -40,14 +44,14 @@ class Ledger:
     ) -> None:
         """`not_kept` hears of a page that lies in memory because its folder takes no more.
 
-        Raises OSError when the folder does not even take the first one.
+        Raises OSError when the folder takes not even the first one, and not because it is full.
         """
         self._not_kept = not_kept
         self.origin = origin
         self._config = config or PageConfig()
         self._lock = threading.Lock()
         self._seq = 0
-        self._page = Page.open(origin, self._config, 0, 1, np.zeros(0, ROW))
+        self._page = self._opened(0, np.zeros(0, ROW))
         self._older: deque[Page] = deque()
 
     @property
@@ -133,11 +137,16 @@ class Ledger:
         while len(self._older) >= self._config.num_kept:
             self._older.popleft().discard()
         forward = brought_forward(old.rows())
-        place = (old.number + 1, self._seq + 1, forward)
-        try:
-            page = Page.open(self.origin, self._config, *place)
-        except OSError as error:  # the disk is full: no reason for the worker to end
-            self._not_kept(error)
-            page = Page.open(self.origin, replace(self._config, folder=None), *place)
-        self._page = page
+        page = self._page = self._opened(old.number + 1, forward)
         return page
+
+    def _opened(self, number: int, forward: Rows) -> Page:
+        """A page in the folder; in memory when the folder is full, or fails while we serve."""
+        place = (number, self._seq + 1, forward)
+        try:
+            return Page.open(self.origin, self._config, *place)
+        except OSError as error:
+            if number == 0 and error.errno not in FULL:
+                raise
+            self._not_kept(error)
+            return Page.open(self.origin, replace(self._config, folder=None), *place)

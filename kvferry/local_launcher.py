@@ -153,7 +153,8 @@ class LocalHandle:
             cause = cause_of_death(status)
             if status > 0:  # it said why
                 cause = f"{cause} (see {self.log_file})"
-            self._tell(PartState.DIED, lived, cause)
+            if was_ready:  # else its start was told as failed, and its end is our doing
+                self._tell(PartState.DIED, lived, cause)
             await self._clock.sleep(backoff)
             backoff = min(2 * backoff, self._patience.max_backoff)
             try:

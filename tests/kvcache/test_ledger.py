@@ -1,5 +1,6 @@
 """Rows, pages and files of a ledger."""
 
+import errno
 import os
 import shutil
 import signal
@@ -150,6 +151,21 @@ def test_a_folder_that_takes_no_more_costs_the_file_and_no_row(tmp_path: Path) -
     assert ledger.extract().rows["first"].tolist() == list(range(25))
     with pytest.raises(OSError, match="pages"):
         Ledger(ORIGIN, config)
+
+
+def test_a_disk_that_is_full_from_the_start_keeps_no_worker_from_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told: list[OSError] = []
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    ledger = Ledger(ORIGIN, PageConfig(folder=tmp_path), told.append)
+    ledger.post_blocks(Account.FREE, Account.IN_USE, Reason.TAKEN, [7])
+    assert ledger.extract().rows["first"].tolist() == [7]
+    assert list(tmp_path.iterdir()) == []
+    assert f"1049600 bytes: '{tmp_path}/w.i1.rank0.000000.ledger'" in str(told[0])
 
 
 def test_a_page_has_its_room_on_the_disk_before_its_first_row(tmp_path: Path) -> None:
