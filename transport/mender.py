@@ -7,7 +7,7 @@ loss of data, and says which cell could not be had.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 
 import structlog
@@ -15,6 +15,7 @@ import structlog
 from protos.transfer_pb2 import CellRun, CellsAgain, Frame
 from transport.arrivals import Arrivals
 from transport.cell_runs import Cell, runs_of
+from transport.cells_servicer import MAX_RUNS
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.landing import Landed, Lander, Landing
@@ -130,17 +131,18 @@ class Mender:
         )
 
     def _ask(self, landing: Landing, ask: Ask, cells: Sequence[Cell]) -> None:
-        key, runs = landing.order.key, runs_of(cells)
+        key = landing.order.key
         if ask.source is Source.LINK:
-            again = CellsAgain(runs=runs)
+            again = CellsAgain(runs=runs_of(cells))
             landing.ports[ask.rank].post(Frame(key=key.to_proto(), cells_again=again))
             self._counts.resent_cells += len(cells)
             return
         if ask.source is Source.CALL:
             lender = self._source(landing, ask.rank)
             assert lender is not None, f"{ask} without an address"
-            pull = by_shipment(lender, key, runs, self._arrivals.identity.rank)
-            self._start(landing, ask.rank, pull, cells)
+            for some in self._batches(landing, cells):
+                pull = by_shipment(lender, key, runs_of(some), self._arrivals.identity.rank)
+                self._start(landing, ask.rank, pull, some)
         else:
             self._ask_holder(landing, ask, cells)
 
@@ -163,8 +165,23 @@ class Mender:
                 self._pass_over(landing, theirs, f"{holder.instance}: {why}")
                 continue
             names = Names(order.block_names, shape.parts, own_size)
-            pull = by_name(lender, order.key, names, runs_of(theirs), own_rank)
-            self._start(landing, ask.rank, pull, theirs)
+            for some in self._batches(landing, theirs):
+                pull = by_name(lender, order.key, names, runs_of(some), own_rank)
+                self._start(landing, ask.rank, pull, some)
+
+    def _batches(self, landing: Landing, cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+        """As many as one call may be asked for, one batch after another."""
+        layers, most = landing.incoming.shape.layers, self._config.max_call_bytes
+        batch, num_bytes = list[Cell](), 0
+        for cell in sorted(cells):
+            width = layers[cell.layer].block_bytes(1)
+            if batch and (num_bytes + width > most or len(batch) == MAX_RUNS):
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(cell)
+            num_bytes += width
+        if batch:
+            yield batch
 
     def _pass_over(self, landing: Landing, cells: Sequence[Cell], why: str) -> None:
         """Who is not worth asking has been asked: the next one is, at once."""

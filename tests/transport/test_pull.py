@@ -151,6 +151,22 @@ async def test_what_a_link_keeps_damaging_is_fetched_from_the_prefill_rank_by_a_
         assert counts.repaired_cells == 1  # the good cells of its chunks never moved again
 
 
+@pytest.mark.parametrize("cells_each", [1, 4, 44])
+async def test_what_is_more_than_a_call_may_bring_is_asked_for_by_several(cells_each: int) -> None:
+    """Every cell comes damaged: three layers of five blocks of three heads."""
+    config = replace(QUICK, max_call_bytes=cells_each * 2 * SPEC_CELL_BYTES)
+    async with (
+        network("loopback") as net,
+        cluster(
+            net, config=config, wrap=lambda inner: FaultConnector(inner, damaging_before(5))
+        ) as group,
+        serving(group, config=config) as address,
+    ):
+        await carry(group, {"source_addresses": (address,)})
+        group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+        assert group.decode.receivers[0].counts.pulled_cells == 45
+
+
 async def test_when_prefill_cannot_be_called_another_holder_of_the_block_is() -> None:
     async with (
         network("grpc") as net,
