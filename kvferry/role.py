@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from kvferry.errors import CommandError
 from kvferry.launcher import Role
 from kvferry.settings import Settings
+from kvferry.stop import Stop
 
 
 class OnReady(Protocol):
@@ -66,21 +67,13 @@ def _entry_point(role: Role) -> Run:
 async def _serve(run: Run, section: Any, on_ready: OnReady) -> None:
     loop = asyncio.get_running_loop()
     serving = asyncio.ensure_future(run(section, on_ready))
-    stopping = False
-
-    def stop() -> None:
-        nonlocal stopping
-        if stopping:
-            os._exit(130)
-        stopping = True
-        serving.cancel()
-
+    stop = Stop(loop, serving.cancel)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
         await serving
     except asyncio.CancelledError:
-        if not stopping:
+        if not stop.told:
             raise
 
 

@@ -1,7 +1,6 @@
 """`kvferry up`: the whole cluster in one terminal, one line per part as it becomes ready."""
 
 import asyncio
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from kvferry.cluster import Cluster, running_cluster
 from kvferry.launcher import PartEvent, PartState
 from kvferry.role import describe
 from kvferry.settings import Settings
-
-SAME_SIGNAL_S = 0.5
+from kvferry.stop import Stop
 
 
 class Progress:
@@ -63,28 +61,18 @@ def _line(event: PartEvent) -> str:
 def cancelled_by_signals() -> Iterator[None]:
     """SIGINT, SIGTERM or SIGHUP cancel the current task; another one ends the process at once.
 
-    One in the same moment is the same one: `timeout` and others tell a process and its group.
     Whatever we started ends with us even then: the kernel sees to it.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    told_at: float | None = None
-
-    def stop() -> None:
-        nonlocal told_at
-        if told_at is None:
-            told_at = loop.time()
-            task.cancel()
-        elif loop.time() > told_at + SAME_SIGNAL_S:
-            os._exit(130)
-
+    stop = Stop(loop, task.cancel)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, stop)
     try:
         yield
     except asyncio.CancelledError:
-        if told_at is None:
+        if not stop.told:
             raise
     finally:
         for number in numbers:

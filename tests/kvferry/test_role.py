@@ -52,6 +52,7 @@ def test_a_role_says_when_it_is_ready_and_leaves_in_order_at_sigterm(
         try:
             await asyncio.Event().wait()
         finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # the same one, as `timeout` sends it to the group
             await asyncio.sleep(0.01)
             steps.append("drained")
 
