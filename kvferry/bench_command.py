@@ -15,7 +15,7 @@ from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.pair import Pair, processes
 from kvferry.transfer_bench.peers import PEERS, RunningPeer, default_python
 from kvferry.transfer_bench.plan import Wanted, cases
-from kvferry.transfer_bench.report import Row, plot, row, table, write
+from kvferry.transfer_bench.report import Row, line, plot, row, table, write
 
 NOT_INSTALLED = "not installed (make bench-peers-env)"
 LEAST_RUNS = 7  # for a median worth quoting
@@ -51,9 +51,12 @@ async def bench_transfer(
         rows: list[Row] = []
         for case in planned:
             bar.update(task, description=str(case))
-            rows += await _measure(
+            fresh = await _measure(
                 pair, case, planned[0], peers, missing, runs, lambda: bar.advance(task)
             )
+            for each in fresh:
+                console.print(line(each), highlight=False, soft_wrap=True)
+            rows += fresh
     rows += _digest_costs(planned, rows)
     console.print(table(rows))
     for name, why in missing.items():

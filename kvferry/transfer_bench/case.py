@@ -31,9 +31,15 @@ class Case:
         return self.concurrency * self.num_blocks * NUM_LAYERS * BLOCK_BYTES
 
     @property
+    def message_bytes(self) -> int:
+        """Of one message: a chunk, or what a pair of ranks has of a layer if that is less."""
+        layer_bytes = self.num_blocks * BLOCK_BYTES // max(self.prefill_tp, self.decode_tp)
+        return min(self.chunk_bytes, layer_bytes)
+
+    @property
     def in_flight(self) -> int:
         """Messages that may be under way at once, for the limit to be measured alike."""
-        return max(1, self.window_bytes // self.chunk_bytes)
+        return max(1, self.window_bytes // self.message_bytes)
 
     @property
     def num_tokens(self) -> int:

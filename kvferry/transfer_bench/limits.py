@@ -59,12 +59,12 @@ async def push(case: Case, address: str) -> float:
 
 
 def _num_messages(case: Case) -> int:
-    return case.total_bytes // case.chunk_bytes
+    return case.total_bytes // case.message_bytes
 
 
 def _payload(case: Case) -> Any:
     few = np.random.default_rng(1).integers(0, 256, 64 << 10, dtype=np.uint8)
-    return np.resize(few, case.chunk_bytes)
+    return np.resize(few, case.message_bytes)
 
 
 def _push_tcp(case: Case, address: str) -> float:
@@ -104,7 +104,7 @@ def _push_shm(case: Case, address: str) -> float:
                 num_back += len(back)
                 free += back
             slot = free.pop()
-            np.copyto(ring.view(slot, case.chunk_bytes), payload)
+            np.copyto(ring.view(slot, case.message_bytes), payload)
             sock.send(bytes([slot]))
         while num_back < num_messages:
             num_back += len(sock.recv(num_slots))
@@ -114,7 +114,7 @@ def _push_shm(case: Case, address: str) -> float:
 def _touch(ring: ShmRing, case: Case) -> None:
     """The first look at memory costs more than copying it: not a part of the limit."""
     for slot in range(min(NUM_SLOTS, case.in_flight)):
-        ring.view(slot, case.chunk_bytes)[:] = 1
+        ring.view(slot, case.message_bytes)[:] = 1
 
 
 def _take_shm(case: Case, listener: socket.socket) -> None:
@@ -125,7 +125,7 @@ def _take_shm(case: Case, listener: socket.socket) -> None:
         payload, left = _payload(case), _num_messages(case)
         while left:
             for slot in sock.recv(NUM_SLOTS):
-                np.copyto(payload, ring.view(slot, case.chunk_bytes))
+                np.copyto(payload, ring.view(slot, case.message_bytes))
                 sock.send(bytes([slot]))
                 left -= 1
 

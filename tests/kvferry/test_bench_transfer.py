@@ -29,6 +29,18 @@ def test_each_dimension_is_varied_by_itself() -> None:
 def test_a_case_counts_all_its_bytes() -> None:
     case = Case("tcp", num_blocks=16, concurrency=3, chunk_bytes=1 << 20, window_bytes=8 << 20)
     assert (case.total_bytes, case.in_flight, case.num_tokens) == (24 << 20, 8, 256)
+    assert case.message_bytes == 1 << 20
+
+
+def test_a_message_of_the_limit_is_as_large_as_a_chunk_of_ours_can_be() -> None:
+    """A chunk is of one layer and one pair of ranks: 64 KiB a block, shared by their heads."""
+    sizes = [
+        Case("tcp", 16, chunk_bytes=8 << 20, window_bytes=32 << 20),
+        Case("tcp", 256, chunk_bytes=8 << 20, window_bytes=32 << 20),
+        Case("tcp", 128, 1, 4, 2, chunk_bytes=8 << 20, window_bytes=32 << 20),
+    ]
+    found = [(case.message_bytes >> 20, case.in_flight) for case in sizes]
+    assert found == [(1, 32), (8, 4), (2, 16)]
 
 
 def test_what_cannot_be_measured_is_refused_by_name() -> None:
@@ -57,6 +69,8 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     flags += ["--peer-python", sys.executable, "--out", str(out)]
     done = CliRunner().invoke(app, ["bench", "transfer", *wires, *flags])
     assert done.exit_code == 0, done.output
+    as_it_goes = done.output.partition("┏")[0]
+    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 12  # six cases, each with its CPU
     rows = json.loads(out.read_text())["rows"]
     measured = [each["what"] for each in rows if each["unit"] == "GB/s"]
     assert measured == [
