@@ -169,7 +169,7 @@ async def measure(lab: Lab, folder: Path) -> tuple[list[Seen], list[float]]:
             await asyncio.sleep(2)  # until the router has heard of both
             num_bytes = (await cluster.ask(0)).num_bytes
             plain = Case("tcp", num_bytes >> 19, host=lab.host("decode"))  # half a MiB a block
-            moved = plain.total_bytes // plain.chunk_bytes * plain.chunk_bytes
+            moved = plain.total_bytes // plain.message_bytes * plain.message_bytes
             for seed in range(1, RUNS + 1):
                 seen.append(await cluster.ask(seed))
                 alone.append(await pair.limit_seconds(plain) * num_bytes / moved)
