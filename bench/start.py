@@ -20,6 +20,7 @@ from kvferry.launcher import Part, PartEvent, PartState, Role
 from kvferry.local_launcher import LocalLauncher
 from kvferry.redis_server import redis_server
 from kvferry.settings import Settings, load
+from kvferry.state import only_cluster
 from kvferry.transfer_bench.report import Row, row, table, write
 from model.source import open_model
 
@@ -54,10 +55,10 @@ async def measure(form: str, runs: int, folder: Path) -> tuple[list[float], list
     worker = settings.prefill
     spec = open_model(settings.model).cache_spec(worker.block_size, worker.dtype)
     pool = spec.bytes_per_block(spec.num_kv_heads) * worker.num_blocks
-    async with redis_server("", folder / "redis.log", clock) as place:
-        found = [
-            await start_once(settings.with_redis(place.url), folder, clock) for _ in range(runs)
-        ]
+    with only_cluster(folder):
+        async with redis_server("", folder / "logs" / "redis.log", clock) as place:
+            here = settings.with_redis(place.url)
+            found = [await start_once(here, folder, clock) for _ in range(runs)]
     may = (WEIGHT_BYTES[form] + pool + MORE_BYTES) / 2**20
     return [seconds for seconds, _ in found], [held / 2**20 for _, held in found], may
 
