@@ -1,11 +1,13 @@
 """What routing by cost gains on a real trace, and whether it still does: exits 1 where it does not.
 
 The Mooncake conversation trace over 8 replicas of 1.0M tokens, at 80 % of what they could compute
-without any reuse, and at 110 %. Decode keeps no cache here, so that eight caches are eight.
+without any reuse, and at 110 %. Decode keeps no cache here and nothing is fetched from one cache
+into another, so that eight caches are eight; a line more shows what fetching brings.
 `make bench-replay ARGS=PATH/conversation_trace.jsonl` runs it.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +17,7 @@ from kvferry.replay.options import Options
 from kvferry.replay.outcome import Outcome
 from kvferry.replay.report import losses, plot, table, write
 from kvferry.replay.rivals import Policy
-from kvferry.replay.trace import read_trace
+from kvferry.replay.trace import Trace, read_trace
 
 TRACE = Path(__file__).parents[2] / "shared/traces/mooncake/conversation_trace.jsonl"
 OUT = Path("bench/out/replay.json")
@@ -59,6 +61,13 @@ def bars(usual: dict[str, Outcome], crowded: dict[str, Outcome]) -> list[tuple[s
     ]
 
 
+def fetching(trace: Trace, load: float, console: Console) -> Outcome:
+    """Ours, where blocks are fetched from who holds them."""
+    options = Options(load=load, decode_cache=False, fetches=True)
+    (outcome,) = run_all(trace, (Policy.OURS,), options, console)
+    return replace(outcome, policy="ours, fetching")
+
+
 def main() -> int:
     console = Console(width=150)
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else TRACE
@@ -67,10 +76,11 @@ def main() -> int:
         return 2
     silence()
     trace = read_trace(path)
-    usual = run_all(trace, USUAL, Options(load=0.8, decode_cache=False), console)
-    crowded = run_all(
-        trace, (Policy.OURS, Policy.RANDOM), Options(load=1.1, decode_cache=False), console
-    )
+    options = Options(load=0.8, decode_cache=False, fetches=False)
+    usual = run_all(trace, USUAL, options, console)
+    usual.append(fetching(trace, 0.8, console))
+    crowded = run_all(trace, (Policy.OURS, Policy.RANDOM), replace(options, load=1.1), console)
+    crowded.append(fetching(trace, 1.1, console))
     for load, outcomes in ((0.8, usual), (1.1, crowded)):
         figures = [each.figures for each in outcomes]
         console.print(f"offered load {load:.0%}", table(outcomes), losses(figures), sep="\n")

@@ -27,12 +27,14 @@ def _choice(explanation: Explanation) -> list[Table | Text]:
     ways = [each for each in explanation.candidates if not each.action]
     others = [each for each in explanation.candidates if each.action]
     for candidate in (*ways[:MAX_CANDIDATES_SHOWN], *others):
-        chosen = not candidate.action and (candidate.prefill, candidate.decode) == (
+        way = (candidate.prefill, candidate.decode, candidate.holder)
+        chosen = not candidate.action and way == (
             explanation.chosen_prefill,
             explanation.chosen_decode,
+            explanation.chosen_holder,
         )
         table.add_row(
-            OPTIONS.get(candidate.action) or _pair(candidate.prefill, candidate.decode),
+            OPTIONS.get(candidate.action) or _way(candidate),
             "" if candidate.action else _matched(candidate, explanation.prompt_tokens),
             "-" if candidate.refused else f"{candidate.cost_ms:.1f}",
             candidate.refused or _terms(candidate),
@@ -41,9 +43,15 @@ def _choice(explanation: Explanation) -> list[Table | Text]:
     return [Text(f"route: {explanation.reason}", style="bold"), table]
 
 
+def _way(candidate: Candidate) -> str:
+    pair = _pair(candidate.prefill, candidate.decode)
+    return f"{candidate.holder} -> {pair}" if candidate.holder else pair
+
+
 def _matched(candidate: Candidate, prompt_tokens: int) -> str:
     held = f"{candidate.prefill_matched_tokens} + {candidate.decode_matched_tokens}"
-    return f"{held} of {prompt_tokens}"
+    fetched = f", {candidate.fetched_tokens} fetched" if candidate.holder else ""
+    return f"{held} of {prompt_tokens}{fetched}"
 
 
 def _pair(prefill: str, decode: str) -> str:
@@ -72,11 +80,15 @@ def _journey_table(usage: Usage) -> Table:
         f"{journey.decode_cached_blocks} on decode{of_decode}",
         "computed": f"{_count(journey.computed_tokens, 'prompt token')}, "
         f"{usage.cached_tokens} reused",
+        "fetched": f"{_count(journey.fetched_tokens, 'token')} of {journey.holder}, "
+        f"{size(journey.fetched_bytes)} in {journey.fetch_ms:.0f} ms",
         "shipped": f"{_count(journey.shipped_blocks, 'block')}, {size(journey.shipped_bytes)}"
         + (f" in {journey.transfer_ms:.0f} ms" if journey.shipped_blocks else ""),
         "first token": f"{journey.ttft_ms:.0f} ms",
         "each token": f"{journey.tpot_ms:.1f} ms, {_count(usage.completion_tokens, 'token')}",
     }
+    if not journey.holder:
+        del rows["fetched"]
     if journey.attempts > 1:
         rows["attempts"] = str(journey.attempts)
     for what, how_much in rows.items():

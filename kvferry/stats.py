@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.errors import NoCluster
-from router.hit_rate import KINDS, HitRate, Loss
+from router.hit_rate import FETCHED, KINDS, HitRate, Loss
 
 ASK_TIMEOUT_S = 3.0
 
@@ -61,7 +61,8 @@ def hit_rate_of(text: str) -> HitRate:
                 tokens[sample.labels["kind"]] = int(sample.value)
             elif sample.name == "kvferry_lost_prompt_tokens_total":
                 lost[Loss(sample.labels["reason"])] = int(sample.value)
-    return HitRate(**{kind: tokens.get(kind, 0) for kind in KINDS}, lost=lost)
+    counts = {kind: tokens.get(kind, 0) for kind in (*KINDS, FETCHED)}
+    return HitRate(**counts, lost=lost)
 
 
 def hit_rate_table(rate: HitRate) -> Table:
@@ -72,6 +73,8 @@ def hit_rate_table(rate: HitRate) -> Table:
     for kind, count in zip(KINDS, rate.chain(), strict=True):
         table.add_row(kind, f"{count:,}", f"{rate.rate(count):.1%}")
     table.add_section()
+    if rate.fetched:
+        table.add_row(FETCHED, f"{rate.fetched:,}", f"{rate.rate(rate.fetched):.1%}")
     for loss, count in rate.lost.items():
         table.add_row(f"lost: {loss.value}", f"{count:,}", f"{rate.rate(count):.1%}")
     return table

@@ -183,7 +183,10 @@ class Attempt:
             case "first_tokens":
                 first = event.first_tokens
                 self._journey.first_tokens(first)
-                self._booking.computed_in(first.queue_ms, first.compute_ms, first.cached_tokens)
+                self._booking.fetched_in(first.fetched_bytes, first.fetch_ms)
+                self._booking.computed_in(
+                    first.queue_ms, first.compute_ms, first.cached_tokens, first.fetch_ms
+                )
                 for token in event.first_tokens.tokens:
                     yield from self._add(token)
             case "done":

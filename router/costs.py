@@ -1,6 +1,7 @@
 """The terms of a way's cost, in milliseconds; `router.policy` says what each stands for."""
 
-from router.ways import Link, Prompt, Replica, Terms, Weights
+from router.fetching import fetch_ms
+from router.ways import Fetch, Link, Prompt, Replica, Terms, Weights
 
 
 def late_first_ms(prompt: Prompt, computing: Replica, compute_ms: float, weights: Weights) -> float:
@@ -31,15 +32,20 @@ def left_decode_ms(prompt: Prompt, decode: Replica, weights: Weights) -> float:
 
 
 def shipping_ms(
-    prompt: Prompt, prefill: Replica, decode: Replica, link: Link, weights: Weights
+    prompt: Prompt,
+    prefill: Replica,
+    decode: Replica,
+    link: Link,
+    weights: Weights,
+    fetch: Fetch | None = None,
 ) -> tuple[float, float, float]:
     """The time on the link, how much of it the compute hides at most, and how far it goes."""
     num_bytes = prompt.shipped_bytes(prefill, decode)
     if not num_bytes:
         return 0.0, 0.0, 0.0
     link_ms = link.curve.ms(num_bytes, link.in_flight_bytes)
-    hidden_ms = hides_ms(prompt, prompt.compute_ms(prefill))
-    return link_ms, hidden_ms, _distance_ms(prefill, decode, weights)
+    compute_ms = prompt.compute_ms(prefill, fetch.num_tokens if fetch else 0)
+    return link_ms, hides_ms(prompt, compute_ms), _distance_ms(prefill, decode, weights)
 
 
 def hides_ms(prompt: Prompt, compute_ms: float) -> float:
@@ -54,13 +60,16 @@ def pair_terms(
     link: Link,
     followers: float,
     weights: Weights,
+    fetch: Fetch | None = None,
 ) -> Terms:
-    compute_ms = prompt.compute_ms(prefill)
-    link_ms, hidden_ms, distance_ms = shipping_ms(prompt, prefill, decode, link, weights)
-    late_ms = late_first_ms(prompt, prefill, compute_ms, weights)
+    compute_ms = prompt.compute_ms(prefill, fetch.num_tokens if fetch else 0)
+    link_ms, hidden_ms, distance_ms = shipping_ms(prompt, prefill, decode, link, weights, fetch)
+    waits_ms = fetch_ms(fetch, prefill)
+    late_ms = late_first_ms(prompt, prefill, waits_ms + compute_ms, weights)
     left_ms = left_prefill_ms(prompt, prefill, weights)
     return Terms(
         queue_ms=prefill.queue_ms,
+        fetch_ms=waits_ms,
         compute_ms=compute_ms,
         dispatch_ms=prefill.dispatch_ms,
         link_ms=max(0.0, link_ms - hidden_ms),

@@ -19,6 +19,7 @@ def explanation(
         prompt_blocks=num_blocks,
         chosen_prefill=chosen.prefill.name if chosen and chosen.prefill else "",
         chosen_decode=chosen.decode.name if chosen else "",
+        chosen_holder=chosen.fetch.holder.name if chosen and chosen.fetch else "",
         reason=verdict.reason or decision.reason,
         candidates=[
             *(_candidate(each) for each in decision.candidates),
@@ -50,4 +51,6 @@ def _candidate(candidate: Candidate) -> pb.Candidate:
         prefill_matched_tokens=prefill.matched_tokens if prefill else 0,
         decode_matched_tokens=candidate.decode.matched_tokens,
         refused=candidate.refused,
+        holder=candidate.fetch.holder.name if candidate.fetch else "",
+        fetched_tokens=candidate.fetch.num_tokens if candidate.fetch else 0,
     )

@@ -25,7 +25,7 @@ from router.kinds import compare, compare_links
 from router.pace import Pace
 from router.sightings import Sightings
 from router.snapshot import NO_MATCH, Asked, Match, Snapshot, State, take_snapshot
-from router.worker import UNTRIED, Booking, Link, Worker
+from router.worker import UNFETCHED, UNTRIED, Booking, Link, Worker
 
 COMPARE_S = 1.0
 
@@ -78,6 +78,8 @@ class Fleet:
         self._sides: tuple[dict[str, Worker], dict[str, Worker]] = ({}, {})  # prefill's, decode's
         self._untried = self._fastest = UNTRIED
         self._links: dict[tuple[str, str], Link] = {}  # by pair of instances
+        self._unfetched = UNFETCHED
+        self._fetches: dict[tuple[str, str], Link] = {}  # by instances: holder, who fetches
 
     async def run(self, every_s: float = 0.25) -> None:
         """Follow the mirror until cancelled."""
@@ -172,7 +174,15 @@ class Fleet:
             if (worker := self._workers.get(instance)) is not None:
                 known = matched.get(worker.name, NO_MATCH)
                 matched[worker.name] = replace(known, tokens=max(known.tokens, kept_tokens))
-        state = State(self._links, self._untried, self._fastest, self._pace, self._clock.now())
+        state = State(
+            self._links,
+            self._untried,
+            self._fastest,
+            self._pace,
+            self._clock.now(),
+            self._fetches,
+            self._unfetched,
+        )
         return take_snapshot(asked, *self._sides, matched, state, refused)
 
     def book(
@@ -183,9 +193,11 @@ class Fleet:
         prompt_tokens: int = 0,
         compute_ms: float = 0.0,
         shipped_bytes: int = 0,
+        holder: Worker | None = None,
+        fetched_bytes: int = 0,
     ) -> Booking:
         """`tokens` of a prompt's `prompt_tokens` are to be computed, in `compute_ms`, and shipped
-        where the two are not one.
+        where the two are not one; others are fetched from `holder` before.
         """
         link = None if computing is streaming else self._link(computing, streaming)
         booking = Booking(
@@ -198,6 +210,10 @@ class Fleet:
             link,
             shipped_bytes,
         )
+        if holder is not None:
+            pair = (holder.record.instance, computing.record.instance)
+            booking.fetch = self._fetches.setdefault(pair, Link(curve=self._unfetched))
+            booking.fetch_bytes = fetched_bytes
         booking.open()
         self._pace.note(compute_ms)
         return booking
@@ -215,6 +231,7 @@ class Fleet:
             self._fastest = least_of(
                 [self._untried, *(each.curve for each in self._links.values())]
             )
+            self._unfetched = compare_links(self._fetches, UNFETCHED)
             self._compared_at, self._compared = now, set(self._workers)
             self._sides = self._side(Role.PREFILL), self._side(Role.DECODE)
 
@@ -262,7 +279,8 @@ class Fleet:
             leg.lose(reason)
         self._leaving.append(worker.channel)
         self.doubts.forget(instance)
-        self._links = {pair: link for pair, link in self._links.items() if instance not in pair}
+        self._links = _without(instance, self._links)
+        self._fetches = _without(instance, self._fetches)
         self._log.info("worker.gone", worker=worker.name, reason=reason)
 
     def _matches(self, names: BlockNames) -> dict[str, Match]:
@@ -285,3 +303,7 @@ class Fleet:
                 host_tokens = run.num_in_host * size
                 matched[record.name] = Match(run.num_blocks * size, expected * size, host_tokens)
         return matched
+
+
+def _without(instance: str, links: Mapping[tuple[str, str], Link]) -> dict[tuple[str, str], Link]:
+    return {pair: link for pair, link in links.items() if instance not in pair}

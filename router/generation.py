@@ -32,7 +32,7 @@ from router.explain import explanation
 from router.fleet import Fleet
 from router.forecast import Forecast, forecast
 from router.journey import Journey
-from router.legs import Work
+from router.legs import Work, holder_of
 from router.line import Line
 from router.metrics import Metrics
 from router.record import Record
@@ -44,8 +44,10 @@ from router.snapshot import Snapshot
 from router.transcript import Diverged, Transcript
 from router.validation import Validator, checked_request_id
 from router.walls import Walls
-from router.ways import Candidate, Decision, Weights
+from router.ways import Candidate, Decision, Fetch, Weights
 from router.worker import Worker
+
+LEAST_FETCH_MS = 250.0  # that a fetch may take, however quick computing is
 
 
 @dataclass(slots=True, eq=False)
@@ -214,14 +216,17 @@ class Handler:
         computing = snapshot.computing(chosen)
         self._sightings.note(_names(served, computing), computing.record.instance)
         self._metrics.routed(by_prefill=work.prefill is not None)
+        fetch = chosen.fetch
         uncached = snapshot.prompt.uncached_tokens(chosen.computing)
         booking = self._fleet.book(
             computing,
             work.decode,
-            uncached,
+            uncached - (fetch.num_tokens if fetch else 0),
             snapshot.prompt.num_tokens,
             chosen.terms.compute_ms,
             snapshot.prompt.shipped_bytes(chosen.prefill, chosen.decode) if chosen.prefill else 0,
+            work.holder,
+            fetch.num_bytes if fetch else 0,
         )
         attempt = Attempt(
             work, served.transcript, served.journey, booking, self._clock, served.entrant.deadline
@@ -263,6 +268,8 @@ class Handler:
             attempt=served.journey.attempts + 1,
             max_chunk_tokens=request.max_chunk_tokens,
             holders=snapshot.holders(chosen.computing.name, chosen.decode.name),
+            holder=snapshot.worker(chosen.fetch.holder) if chosen.fetch else None,
+            fetch=_fetch(snapshot, chosen.fetch) if chosen.fetch else None,
         )
 
     def _next_choice(self, served: _Served, failure: AttemptFailed) -> tuple[Snapshot, Decision]:
@@ -307,6 +314,16 @@ class Handler:
         if work.prefill is not None:
             pair = (work.prefill.record.instance, decode)
             self._fleet.doubts.clear(pair[0], pair)
+            self._judge_fetch(work, work.prefill, served.journey)
+
+    def _judge_fetch(self, work: Work, prefill: Worker, journey: Journey) -> None:
+        """Over a way on which nothing came, nothing is fetched for a while."""
+        if work.holder is not None and journey.fetch_ms:
+            pair = (work.holder.record.instance, prefill.record.instance)
+            if journey.last_fetched_tokens or journey.prefill_cached_tokens:
+                self._fleet.doubts.clear(pair)
+            else:
+                self._fleet.doubts.add(pair, f"{prefill.name} got no blocks of {work.holder.name}")
 
     def _went_wrong(self, served: _Served, failure: AttemptFailed) -> None:
         blamed = failure.blamed()
@@ -369,6 +386,13 @@ class Handler:
 
 def _explanation(judged: Judged) -> pb.Explanation:
     return explanation(judged.snapshot.prompt, judged.decision, judged.line, judged.verdict)
+
+
+def _fetch(snapshot: Snapshot, fetch: Fetch) -> wpb.Fetch:
+    """It may take twice as long as computing would: what has come by then was worth waiting for."""
+    timeout_ms = max(LEAST_FETCH_MS, 2 * fetch.saved_ms)
+    holder = holder_of(snapshot.worker(fetch.holder).record)
+    return wpb.Fetch(holder=holder, num_blocks=fetch.num_blocks, timeout_ms=round(timeout_ms))
 
 
 def _names(served: _Served, computing: Worker) -> Sequence[BlockHash]:

@@ -7,11 +7,16 @@ Five numbers that only shrink, all in prompt tokens:
     available  some usable worker holds them
     captured   the chosen pair holds them
     promised   whoever of the pair computes the prompt holds them
-    delivered  nobody computed them
+    delivered  it did hold them, and nobody computed them
+
+Beside them stand those that were `fetched`: whoever computes the prompt did not hold them, and took
+them from another worker. Nobody computed these either, and yet they are no hits: they cost a call,
+and the bytes. They follow what was delivered, and are lost to nothing.
 
 A worker decides what it really holds, so it may deliver more than the index knew; then the numbers
-above are raised to what was delivered: nobody can deliver what was not there. So for each request
-`prompt == delivered + sum(lost.values())`, and no loss is negative.
+above are raised to what was delivered, and what was available to that and what was fetched: nobody
+can deliver what was not there. So for each request
+`prompt == delivered + fetched + sum(lost.values())`, and no loss is negative.
 """
 
 from collections import Counter
@@ -21,6 +26,7 @@ from enum import Enum
 from itertools import pairwise
 
 KINDS = ("prompt", "oracle", "available", "captured", "promised", "delivered")
+FETCHED = "fetched"
 
 
 class Loss(Enum):
@@ -46,6 +52,7 @@ class HitRate:
     captured: int = 0
     promised: int = 0
     delivered: int = 0
+    fetched: int = 0
     lost: Mapping[Loss, int] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -53,7 +60,13 @@ class HitRate:
         chain = self.chain()
         assert all(more >= less for more, less in pairwise(chain)), chain
         assert all(count >= 0 for count in self.lost.values()), self.lost
-        assert self.prompt == self.delivered + sum(self.lost.values()), self
+        assert self.fetched >= 0, self
+        assert self.prompt == self.spared + sum(self.lost.values()), self
+
+    @property
+    def spared(self) -> int:
+        """Tokens that nobody computed."""
+        return self.delivered + self.fetched
 
     def chain(self) -> tuple[int, ...]:
         return tuple(getattr(self, kind) for kind in KINDS)
@@ -70,6 +83,7 @@ def account(
     captured: int,
     promised: int,
     delivered: int,
+    fetched: int = 0,
     gone: Iterable[tuple[Loss, int]] = (),
     anybodys: int = 0,
 ) -> HitRate:
@@ -81,9 +95,11 @@ def account(
     with the first that is not; what it leaves open counts as evicted.
     """
     assert 0 <= delivered <= prompt, f"{delivered} tokens delivered of {prompt}"
+    spared = delivered + fetched
+    assert delivered <= spared <= prompt, f"{delivered} and {fetched} tokens spared of {prompt}"
     promised = min(prompt, max(promised, delivered))
     captured = min(prompt, max(captured, promised))
-    available = min(prompt, max(available, captured))
+    available = min(prompt, max(available, captured, spared))
     oracle = min(prompt, max(oracle, available))
     lost: Counter[Loss] = Counter()
     open_tokens = oracle - available
@@ -94,10 +110,11 @@ def account(
     walled = max(0, min(prompt, anybodys) - oracle)
     lost[Loss.TENANT] += walled
     lost[Loss.NEW] += prompt - oracle - walled
-    lost[Loss.LOAD] += available - captured
-    lost[Loss.PAIR] += captured - promised
-    lost[Loss.STALE] += promised - delivered
-    rate = HitRate(prompt, oracle, available, captured, promised, delivered, dict(+lost))
+    lost[Loss.LOAD] += available - max(captured, spared)
+    lost[Loss.PAIR] += max(0, captured - max(promised, spared))
+    lost[Loss.STALE] += max(0, promised - spared)
+    numbers = (prompt, oracle, available, captured, promised, delivered, fetched)
+    rate = HitRate(*numbers, dict(+lost))
     rate.check()
     return rate
 
@@ -108,4 +125,4 @@ def total(rates: Iterable[HitRate]) -> HitRate:
     for rate in known:
         lost.update(rate.lost)
     sums = {kind: sum(getattr(each, kind) for each in known) for kind in KINDS}
-    return HitRate(**sums, lost=dict(+lost))
+    return HitRate(**sums, fetched=sum(each.fetched for each in known), lost=dict(+lost))

@@ -35,6 +35,11 @@ class Journey:
     gone: Sequence[tuple[Loss, int]] = ()
     cached_tokens: int | None = None  # the least over all attempts: what nobody computed
     prefill_cached_tokens: int = 0
+    fetched_tokens: int = 0  # of the cached ones, at most; the most over all attempts
+    last_fetched_tokens: int = 0  # in the last one
+    holder: str = ""
+    fetched_bytes: int = 0
+    fetch_ms: float = 0.0
     decode_cached_blocks: int = 0
     computed_tokens: int | None = None
     shipped_blocks: int = 0
@@ -56,6 +61,9 @@ class Journey:
         source = work.prefill or work.decode
         self.prefill_block_size = source.record.manifest.block_size
         self.prefill_cached_tokens = 0
+        self.holder = work.holder.name if work.holder else ""
+        self.last_fetched_tokens = self.fetched_bytes = 0
+        self.fetch_ms = 0.0
         self.decode_cached_blocks = 0
         self.computed_tokens = None
         self.shipped_blocks = self.shipped_bytes = 0
@@ -74,6 +82,9 @@ class Journey:
     def first_tokens(self, said: wpb.FirstTokens) -> None:
         self.prefill_cached(said.cached_tokens)
         self.queue_ms, self.compute_ms = said.queue_ms, said.compute_ms
+        self.last_fetched_tokens = said.fetched_tokens
+        self.fetched_tokens = max(self.fetched_tokens, said.fetched_tokens)
+        self.fetched_bytes, self.fetch_ms = said.fetched_bytes, said.fetch_ms
 
     def prefill_done(self, done: wpb.PrefillDone) -> None:
         self.computed_tokens = done.computed_tokens
@@ -100,9 +111,13 @@ class Journey:
         return self.first_token_at is not None or self.computed_tokens is not None
 
     @property
-    def delivered_tokens(self) -> int:
-        """Prompt tokens that were neither computed nor counted on in vain."""
+    def spared_tokens(self) -> int:
+        """Prompt tokens that nobody computed."""
         return min(self.cached_tokens or 0, self.prompt_tokens)
+
+    @property
+    def _fetched(self) -> int:
+        return min(self.fetched_tokens, self.spared_tokens)
 
     @property
     def hit_rate(self) -> HitRate:
@@ -112,7 +127,8 @@ class Journey:
             available=self.available_tokens,
             captured=self.captured_tokens,
             promised=self.promised_tokens,
-            delivered=self.delivered_tokens,
+            delivered=self.spared_tokens - self._fetched,
+            fetched=self._fetched,
             gone=self.gone,
             anybodys=self.anybodys_tokens,
         )
@@ -138,7 +154,7 @@ class Journey:
         return pb.Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=completion_tokens,
-            cached_tokens=self.delivered_tokens,
+            cached_tokens=self.spared_tokens,
             journey=pb.Journey(
                 prefill=self.prefill,
                 decode=self.decode,
@@ -149,7 +165,7 @@ class Journey:
                 prefill_block_size=self.prefill_block_size if self.prefill else 0,
                 decode_block_size=self.decode_block_size,
                 computed_tokens=(
-                    self.prompt_tokens - self.delivered_tokens if computed is None else computed
+                    self.prompt_tokens - self.spared_tokens if computed is None else computed
                 ),
                 shipped_blocks=self.shipped_blocks,
                 shipped_bytes=self.shipped_bytes,
@@ -157,6 +173,10 @@ class Journey:
                 ttft_ms=1000 * (self.ttft_s or 0.0),
                 tpot_ms=1000 * (self.tpot_s(tokens_per_choice) or 0.0),
                 attempts=self.attempts,
+                holder=self.holder,
+                fetched_tokens=self.last_fetched_tokens,
+                fetched_bytes=self.fetched_bytes,
+                fetch_ms=self.fetch_ms,
             ),
         )
 

@@ -66,7 +66,9 @@ def _usual_curve(workers: Sequence[Worker]) -> PrefillCurve:
     )
 
 
-def compare_links(links: Mapping[tuple[str, str], Link]) -> LinkCurve:
+def compare_links(
+    links: Mapping[tuple[str, str], Link], nothing_known: LinkCurve = UNTRIED
+) -> LinkCurve:
     """Set what each link is taken for; returns what to expect of one over which nothing went yet:
     no less than of the fastest, or it would never be tried.
     """
@@ -78,7 +80,9 @@ def compare_links(links: Mapping[tuple[str, str], Link]) -> LinkCurve:
             link.curve = _kind(curve, tuple(map(curve.ms, SHIPMENTS)), kinds)
         else:
             untried.append(link)
-    fastest = min((known for known, _ in kinds), key=lambda each: each.ms(MEGA), default=UNTRIED)
+    fastest = min(
+        (known for known, _ in kinds), key=lambda each: each.ms(MEGA), default=nothing_known
+    )
     for link in untried:
         link.curve = fastest
     return fastest

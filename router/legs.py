@@ -68,6 +68,8 @@ class Work:
     attempt: int
     max_chunk_tokens: int = 0
     holders: tuple[WorkerRecord, ...] = ()  # others that hold some of the prompt's blocks
+    fetch: wpb.Fetch | None = None  # what prefill takes from another worker first
+    holder: Worker | None = None  # that worker
 
     def prefill_request(self) -> wpb.PrefillRequest:
         assert self.prefill is not None
@@ -88,6 +90,7 @@ class Work:
             wire=self.wires[0],
             max_chunk_tokens=self.max_chunk_tokens,
             other_wires=self.wires[1:],
+            fetch=self.fetch,
         )
         _copy(self.request, request.work)
         return request
@@ -100,7 +103,7 @@ class Work:
         if self.prefill is not None:
             source = self.prefill.record
             request.transfer_id = self.transfer_id
-            request.holders.extend(map(_holder, self.holders))
+            request.holders.extend(map(holder_of, self.holders))
             request.source.CopyFrom(
                 wpb.PrefillSource(
                     worker=source.name,
@@ -126,7 +129,7 @@ def _copy(work: wpb.WorkRequest, into: wpb.WorkRequest) -> None:
             setattr(into, known.name, value)
 
 
-def _holder(record: WorkerRecord) -> wpb.Holder:
+def holder_of(record: WorkerRecord) -> wpb.Holder:
     return wpb.Holder(
         instance=record.instance,
         rank_addresses=record.rank_addresses,

@@ -40,6 +40,7 @@ from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.validation import Validator
 from router.walls import Walls
+from router.ways import Weights
 from transport.grpc_options import channel_options
 
 READY_EVERY_S = 0.1
@@ -148,7 +149,17 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
     metrics.watch_line(line)
     walls = Walls() if len(set(settings.api_keys.values())) > 1 else None
     handler = Handler(
-        model, validator, fleet, register, metrics, clock, log, bounds, line, walls=walls
+        model,
+        validator,
+        fleet,
+        register,
+        metrics,
+        clock,
+        log,
+        bounds,
+        line,
+        Weights(fetches=settings.fetch_blocks),
+        walls,
     )
     callers = Callers(settings.api_keys)
 

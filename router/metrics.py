@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summ
 from engine.clock import Clock
 from prefix_index.index import Role
 from router.fleet import Fleet
-from router.hit_rate import KINDS
+from router.hit_rate import FETCHED, KINDS
 from router.journey import Journey
 from router.labelled import Labelled
 from router.line import Line
@@ -49,7 +49,7 @@ class Metrics:
         self._tokens = counter(
             "kvferry_prompt_tokens",
             "Prompt tokens: all, seen before, held by anyone, by the chosen pair, by who computes,"
-            " not computed.",
+            " there and not computed; and those fetched from another worker instead.",
             "kind",
         )
         self._lost_tokens = counter(
@@ -86,6 +86,9 @@ class Metrics:
             registry=self.registry,
         )
         self.shipped_bytes = counter("kvferry_shipped_bytes", "KV bytes shipped to decode.")
+        self.fetched_bytes = counter(
+            "kvferry_fetched_bytes", "KV bytes that prefill took from other workers."
+        )
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens.", *labels)
         self._generated = counter("vllm:generation_tokens", "Tokens generated.", *labels)
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", *labels)
@@ -147,15 +150,17 @@ class Metrics:
         rate, of, model = journey.hit_rate, self._labelled.of, tuple(self._model.values())
         for kind, count in zip(KINDS, rate.chain(), strict=True):
             of(self._tokens, kind).inc(count)
+        of(self._tokens, FETCHED).inc(rate.fetched)
         for loss, count in rate.lost.items():
             of(self._lost_tokens, loss.value).inc(count)
         self.shipped_bytes.inc(journey.shipped_bytes)
+        self.fetched_bytes.inc(journey.fetched_bytes)
         if journey.transfer_ms:
             self.transfer.observe(journey.transfer_ms / 1000)
         of(self._prompt, *model).inc(journey.prompt_tokens)
         of(self._generated, *model).inc(transcript.num_tokens)
         of(self._queries, *model).inc(journey.prompt_tokens)
-        of(self._hits, *model).inc(journey.delivered_tokens)
+        of(self._hits, *model).inc(journey.spared_tokens)
         for reason in transcript.finish_reasons:
             of(self._success, *model, reason).inc()
         of(self._e2e, *model).observe(journey.clock.now() - journey.accepted_at)

@@ -1,9 +1,11 @@
 """The routing decision: pure, synchronous, and explainable from its arguments.
 
-Every candidate is a (prefill, decode) pair or decode alone, and costs predicted milliseconds:
+Every candidate is a (prefill, decode) pair or decode alone, and costs predicted milliseconds. A
+pair is there twice where prefill could fetch blocks from who holds them (`fetching`), and compute:
 
     queue         work ahead of this prompt on the replica that computes it
-    compute       the prompt tokens that replica does not hold, by its curve
+    fetch         blocks that another worker holds, taken from there, less what the queue hides
+    compute       the prompt tokens that replica neither holds nor fetches, by its curve
     dispatch      what passes between its call and its answer besides
     link          moving the blocks decode lacks, behind those on their way, less what hides behind
                   the compute
@@ -38,6 +40,7 @@ from router.costs import (
     shipping_ms,
     wait_ms,
 )
+from router.fetching import fetch_for, fetch_ms, holders
 from router.least_pair import Column, Row, least_pair
 from router.refusals import (
     decode_refusal,
@@ -47,7 +50,7 @@ from router.refusals import (
     too_slow,
     usable_wires,
 )
-from router.ways import Candidate, Decision, Pins, Prompt, Replica, Replicas, Weights
+from router.ways import Candidate, Decision, Fetch, Pins, Prompt, Replica, Replicas, Weights
 
 
 def choose(
@@ -105,6 +108,7 @@ class _Search:
             (each for each in replicas.prefills if not prefill_refusal(prompt, each, pins)),
             key=lambda each: -_score(seed, each.name),
         )
+        self._holders = holders(prompt, replicas, weights)
         self.num_computing = len(self._prefills) or len(self._decodes)
 
     def cheapest(self, over_bars: bool = False) -> Candidate | None:
@@ -114,29 +118,39 @@ class _Search:
         found = self._cheapest_pair(costs, over_bars)
         if found is None or (alone is not None and alone[0] < found[0]):
             return None if alone is None else self._candidate(None, self._decodes[alone[1]])
-        return self._candidate(found[1], found[2])
+        return self._candidate(*found[1:])
 
     def _cheapest_pair(
         self, costs: Sequence[int], over_bars: bool
-    ) -> tuple[int, Replica, Replica] | None:
+    ) -> tuple[int, Replica, Replica, Fetch | None] | None:
         """`costs` are what decodes cost as those that stream."""
         rows: list[Row] = []
-        prefills: list[Replica] = []
+        starts: list[tuple[Replica, Fetch | None]] = []
         for each in self._prefills:
-            compute_ms = self._prompt.compute_ms(each)
-            if self._may_compute(each, compute_ms, over_bars):
-                hides = _tenths(hides_ms(self._prompt, compute_ms))
-                rows.append(Row(_tenths(self._prefill_ms(each, compute_ms)), hides))
-                prefills.append(each)
-        decodes, needs = self._decodes, self._needs(prefills)
+            for fetch in self._fetches(each):
+                compute_ms = self._prompt.compute_ms(each, fetch.num_tokens if fetch else 0)
+                own_ms = fetch_ms(fetch, each) + compute_ms
+                if self._may_compute(each, own_ms, over_bars):
+                    hides = _tenths(hides_ms(self._prompt, compute_ms))
+                    rows.append(Row(_tenths(self._prefill_ms(each, compute_ms, own_ms)), hides))
+                    starts.append((each, fetch))
+        decodes, needs = self._decodes, self._needs([prefill for prefill, _ in starts])
         columns = [Column(cost, needs(each)) for each, cost in zip(decodes, costs, strict=True)]
         found = least_pair(
             rows,
             columns,
-            lambda row, column: self._between(prefills[row], decodes[column], rows[row].hides),
-            lambda row, column: self._fits(prefills[row], decodes[column]),
+            lambda row, column: self._between(*starts[row], decodes[column], rows[row].hides),
+            lambda row, column: self._fits(starts[row][0], decodes[column]),
         )
-        return found and (found[0], prefills[found[1]], decodes[found[2]])
+        if found is None:
+            return None
+        prefill, fetch = starts[found[1]]
+        return found[0], prefill, decodes[found[2]], fetch
+
+    def _fetches(self, prefill: Replica) -> tuple[Fetch | None, ...]:
+        """Without one, and with the one there may be."""
+        fetch = fetch_for(self._prompt, prefill, self._holders, self._replicas)
+        return (None,) if fetch is None else (None, fetch)
 
     def late(self) -> tuple[Candidate, ...]:
         """One for each replica that could compute the prompt, or stream it, and would be late."""
@@ -158,21 +172,22 @@ class _Search:
                 costs.append((cost + _tenths(self._compute_here_ms(decode, compute_ms)), at))
         return min(costs, default=None)
 
-    def _may_compute(self, replica: Replica, compute_ms: float, over_bars: bool) -> bool:
-        ttft_ms = replica.queue_ms + compute_ms + replica.dispatch_ms
+    def _may_compute(self, replica: Replica, own_ms: float, over_bars: bool) -> bool:
+        ttft_ms = replica.queue_ms + own_ms + replica.dispatch_ms
         if replica.measured and ttft_ms > self._prompt.left_ms:
             return False
         return over_bars or not over_bar(replica, self._pins, self._bar_ms)
 
-    def _prefill_ms(self, prefill: Replica, compute_ms: float) -> float:
-        """Of a pair, what this prefill replica decides."""
+    def _prefill_ms(self, prefill: Replica, compute_ms: float, own_ms: float) -> float:
+        """Of a pair, what this prefill replica decides. `own_ms` is its computing and its fetch."""
         prompt, weights = self._prompt, self._weights
         return (
             prefill.queue_ms
-            + compute_ms * (1 + self._behind_prefill)
+            + own_ms
+            + compute_ms * self._behind_prefill
             + prefill.dispatch_ms
             + weights.handoff_ms
-            + late_first_ms(prompt, prefill, compute_ms, weights)
+            + late_first_ms(prompt, prefill, own_ms, weights)
             + left_prefill_ms(prompt, prefill, weights)
         )
 
@@ -214,24 +229,29 @@ class _Search:
 
         return needs
 
-    def _between(self, prefill: Replica, decode: Replica, hides: int) -> int:
+    def _between(self, prefill: Replica, fetch: Fetch | None, decode: Replica, hides: int) -> int:
         """What only the pair decides."""
         link = self._replicas.links.get((prefill.name, decode.name), self._replicas.untried)
-        link_ms, _, distance_ms = shipping_ms(self._prompt, prefill, decode, link, self._weights)
+        link_ms, _, distance_ms = shipping_ms(
+            self._prompt, prefill, decode, link, self._weights, fetch
+        )
         return max(0, _tenths(link_ms) - hides) + _tenths(distance_ms)
 
     def _fits(self, prefill: Replica, decode: Replica) -> bool:
         refused = self._replicas.refused_pairs.get((prefill.name, decode.name))
         return not refused and not self._wires(prefill, decode)[1]
 
-    def _candidate(self, prefill: Replica | None, decode: Replica) -> Candidate:
+    def _candidate(
+        self, prefill: Replica | None, decode: Replica, fetch: Fetch | None = None
+    ) -> Candidate:
         prompt, weights = self._prompt, self._weights
         if prefill is None:
             terms = alone_terms(prompt, decode, self._behind_decode, weights)
             return Candidate(None, decode, terms=terms)
         link = self._replicas.links.get((prefill.name, decode.name), self._replicas.untried)
-        terms = pair_terms(prompt, prefill, decode, link, self._behind_prefill, weights)
-        return Candidate(prefill, decode, self._wires(prefill, decode)[0], terms)
+        terms = pair_terms(prompt, prefill, decode, link, self._behind_prefill, weights, fetch)
+        wires = self._wires(prefill, decode)[0]
+        return Candidate(prefill, decode, wires, terms, fetch=fetch)
 
     def _wires(self, prefill: Replica, decode: Replica) -> tuple[tuple[str, ...], str]:
         held = self._replicas.quarantined_wires.get((prefill.name, decode.name), ())
@@ -243,13 +263,15 @@ def _candidates(
 ) -> Iterator[Candidate]:
     behind_prefill = weights.followers * replicas.followers(replicas.prefills)
     behind_decode = weights.followers * replicas.followers(replicas.decodes)
+    known = holders(prompt, replicas, weights)
+    fetches = [fetch_for(prompt, each, known, replicas) for each in replicas.prefills]
     for decode in replicas.decodes:
         alone = decode_refusal(prompt, decode, pins)
         if pins.prefill and not alone:
             alone = f"the request is pinned to prefill {pins.prefill}"
         terms = alone_terms(prompt, decode, behind_decode, weights)
         yield Candidate(None, decode, terms=terms, refused=alone)
-        for prefill in replicas.prefills:
+        for prefill, fetch in zip(replicas.prefills, fetches, strict=True):
             pair = (prefill.name, decode.name)
             wires, unwired = usable_wires(
                 prefill, decode, pins, replicas.quarantined_wires.get(pair, ())
@@ -261,8 +283,9 @@ def _candidates(
                 or unwired
             )
             link = replicas.links.get(pair, replicas.untried)
-            terms = pair_terms(prompt, prefill, decode, link, behind_prefill, weights)
-            yield Candidate(prefill, decode, wires, terms, refused)
+            for way in (None, fetch) if fetch is not None else (None,):
+                terms = pair_terms(prompt, prefill, decode, link, behind_prefill, weights, way)
+                yield Candidate(prefill, decode, wires, terms, refused, fetch=way)
 
 
 def _admissible(prompt: Prompt, candidate: Candidate, pins: Pins, bar_ms: float) -> Candidate:

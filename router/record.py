@@ -35,7 +35,8 @@ class Record:
                 "decode": journey.decode,
                 "attempts": journey.attempts,
                 "prompt_tokens": journey.prompt_tokens,
-                "cached_tokens": journey.delivered_tokens,
+                "cached_tokens": journey.spared_tokens,
+                "fetched_tokens": journey.fetched_tokens,
                 "completion_tokens": transcript.num_tokens,
                 "finish_reasons": transcript.finish_reasons,
             }

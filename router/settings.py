@@ -38,6 +38,9 @@ class RouterSettings(BaseModel):
     max_wait_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0  # to the first token, waiting
     # By identity: how much of a crowded cluster it gets, against the usual 1.
     tenant_weights: dict[str, Annotated[float, Field(gt=0, le=1000)]] = Field(default_factory=dict)
+    # Whether a prefill worker may take blocks from another that holds them, where that is quicker
+    # than computing them.
+    fetch_blocks: bool = True
     max_pair_attempts: Count = 3  # then decode computes the prompt itself
     doubt_s: Annotated[float, Field(gt=0, le=60)] = 2.0  # a worker that failed is left out
     drain_s: Seconds = 10.0  # what runs may finish at SIGTERM

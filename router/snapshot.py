@@ -1,7 +1,7 @@
 """The fleet at one moment, in the terms of the policy."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import inf
 
@@ -14,7 +14,7 @@ from router.doubts import Party
 from router.lazily import Lazily
 from router.pace import Pace
 from router.targets import NO_TARGETS, Targets
-from router.worker import Link, Worker
+from router.worker import UNFETCHED, Link, Worker
 
 BYTES_PER_VALUE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 PLANES = 2  # K and V
@@ -44,6 +44,10 @@ class Snapshot:
     def held_tokens(self, replica: ways.Replica) -> int:
         """The prompt tokens it need not compute, as far as the index knows."""
         return self.prompt.held_tokens(replica)
+
+    def worker(self, replica: ways.Replica) -> Worker:
+        found = self.prefills.get(replica.name)
+        return self.decodes[replica.name] if found is None else found
 
     def computing(self, candidate: ways.Candidate) -> Worker:
         """Who would compute the prompt."""
@@ -95,6 +99,8 @@ class State:
     fastest: LinkCurve  # none of them takes less
     pace: Pace
     now: float
+    fetches: Mapping[tuple[str, str], Link] = field(default_factory=dict)  # holder and fetcher
+    unfetched: LinkCurve = UNFETCHED
 
 
 def take_snapshot(
@@ -131,6 +137,20 @@ def take_snapshot(
         known = state.links.get(_instances(prefills[pair[0]], decodes[pair[1]]))
         return ways.Link(known.curve, known.in_flight_bytes) if known else None
 
+    everybody = {**prefills, **decodes}
+
+    def ways_to_fetch() -> Iterable[tuple[str, str]]:
+        return product(everybody, prefills)
+
+    def fetch(pair: tuple[str, str]) -> ways.Link | None:
+        instances = _instances(everybody[pair[0]], prefills[pair[1]])
+        if refused(instances):
+            return None
+        known = state.fetches.get(instances)
+        if known is None:
+            return ways.Link(state.unfetched)
+        return ways.Link(known.curve, known.in_flight_bytes)
+
     def replica(worker: Worker) -> ways.Replica:
         why = worker.standing or refused(worker.record.instance)
         match = matched.get(worker.record.name, NO_MATCH)
@@ -144,6 +164,7 @@ def take_snapshot(
         links=Lazily(pairs, link),
         untried=ways.Link(state.untried),
         fastest=state.fastest,
+        fetches=Lazily(ways_to_fetch, fetch),
         prompts_per_ms=state.pace.prompts_per_ms,
         busy=state.pace.busy,
     )
@@ -204,6 +225,7 @@ def _replica(
         host=manifest.host,
         node=manifest.node,
         zone=manifest.zone,
+        naming=manifest.namespace,
         refused=refused,
     )
 

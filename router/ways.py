@@ -44,6 +44,7 @@ class Replica:
     host: str = ""
     node: str = ""  # empty: not known, and so not far from any
     zone: str = ""
+    naming: str = ""  # replicas of one naming and block size call equal blocks alike
     refused: str = ""  # why it cannot be used now
 
     @property
@@ -82,6 +83,10 @@ class Prompt:
         blocks = max(replica.matched_blocks, replica.expected_blocks)
         return self.num_tokens - self._reusable_tokens(replica, blocks)
 
+    def fetched_tokens(self, replica: Replica, holder: Replica) -> int:
+        """Tokens of these that it could have from a holder instead."""
+        return max(0, self.uncached_tokens(replica) - self.num_tokens + self.held_tokens(holder))
+
     def held_tokens(self, replica: Replica) -> int:
         """Tokens that it need not compute, as far as the index knows."""
         return self._reusable_tokens(replica, replica.matched_blocks)
@@ -89,8 +94,8 @@ class Prompt:
     def _reusable_tokens(self, replica: Replica, num_blocks: int) -> int:
         return min(num_blocks, (self.num_tokens - 1) // replica.block_size) * replica.block_size
 
-    def compute_ms(self, replica: Replica) -> float:
-        uncached = self.uncached_tokens(replica)
+    def compute_ms(self, replica: Replica, fetched_tokens: int = 0) -> float:
+        uncached = self.uncached_tokens(replica) - fetched_tokens
         return replica.compute_ms(uncached, self.num_tokens - uncached)
 
     def shipped_bytes(self, prefill: Replica, decode: Replica) -> int:
@@ -134,6 +139,8 @@ class Weights:
     # A shipment's round trips and contention on the way to another node, or out of the zone.
     node_ms: float = 1.0
     zone_ms: float = 10.0
+    # Whether blocks may be fetched from who holds them instead of being computed.
+    fetches: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +152,21 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Blocks that prefill takes from their holder before it computes the rest."""
+
+    holder: Replica
+    num_blocks: int  # of the prompt, from its first
+    num_tokens: int  # of them, those that prefill lacks
+    num_bytes: int
+    ms: float  # until they are there
+    saved_ms: float  # of computing
+
+
+@dataclass(frozen=True, slots=True)
 class Terms:
     queue_ms: float = 0.0
+    fetch_ms: float = 0.0
     compute_ms: float = 0.0
     link_ms: float = 0.0
     interference_ms: float = 0.0
@@ -161,7 +181,7 @@ class Terms:
     @property
     def ttft_ms(self) -> float:
         """Of the cost, what this prompt itself waits for its first token."""
-        return self.queue_ms + self.compute_ms + self.dispatch_ms
+        return self.queue_ms + self.fetch_ms + self.compute_ms + self.dispatch_ms
 
     @property
     def cost_ms(self) -> float:
@@ -170,6 +190,7 @@ class Terms:
     def named(self) -> dict[str, float]:
         return {
             "queue": self.queue_ms,
+            "fetch": self.fetch_ms,
             "compute": self.compute_ms,
             "link": self.link_ms,
             "interference": self.interference_ms,
@@ -194,6 +215,7 @@ class Candidate:
     refused: str = ""
     barred: bool = False  # refused for no more than the work ahead, which will be done
     late: bool = False  # refused because it would take too long
+    fetch: Fetch | None = None  # None: what prefill does not hold is computed
 
     @property
     def wire(self) -> str:
@@ -204,7 +226,10 @@ class Candidate:
         return self.prefill or self.decode
 
     def __str__(self) -> str:
-        return f"{self.prefill.name} to {self.decode.name}" if self.prefill else self.decode.name
+        if self.prefill is None:
+            return self.decode.name
+        blocks = f" with blocks of {self.fetch.holder.name}" if self.fetch else ""
+        return f"{self.prefill.name} to {self.decode.name}{blocks}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,6 +273,8 @@ class Replicas:
     prompts_per_ms: float = 0.0  # that come, to all of them together
     busy: float = 0.0  # how many prefill replicas they keep computing
     quarantined_wires: Mapping[tuple[str, str], Collection[str]] = field(default_factory=dict)
+    # By (holder, prefill): the ways over which blocks are fetched. Where there is none, nothing is.
+    fetches: Mapping[tuple[str, str], Link] = field(default_factory=dict)
 
     def followers(self, role: Sequence[Replica]) -> float:
         """Prompts that will come to one replica of `role` before what it has to do is done.

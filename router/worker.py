@@ -28,6 +28,8 @@ from router.curves import (
 
 UNKNOWN = PrefillCurve()
 UNTRIED = LinkCurve()
+# What fetching blocks is taken for until some were: a call, and copies on both sides of it.
+UNFETCHED = LinkCurve(shipment_ms=5.0, byte_ms=1 / 200_000)
 TRUST_S = 10.0  # after a prompt was computed
 MAX_DRAINED = 4096  # places of which is remembered when they came up
 
@@ -212,6 +214,9 @@ class Booking:
     link: Link | None = None
     link_bytes: int = 0
     beside_bytes: int = 0  # of others, on the link when it was booked
+    fetch: Link | None = None  # over which blocks are fetched
+    fetch_bytes: int = 0
+    beside_fetch_bytes: int = 0
     place: int = 0
     opened_at: float = 0.0
 
@@ -222,17 +227,36 @@ class Booking:
         if self.link is not None:
             self.beside_bytes = self.link.in_flight_bytes
             self.link.in_flight_bytes += self.link_bytes
+        if self.fetch is not None:
+            self.beside_fetch_bytes = self.fetch.in_flight_bytes
+            self.fetch.in_flight_bytes += self.fetch_bytes
 
     def computed(self) -> None:
         """The prompt is computed; safe to say twice."""
         self.computing.leave(self, self.clock.now())
 
-    def computed_in(self, queue_ms: float, compute_ms: float, cached_tokens: int) -> None:
-        """As the worker itself says; 0 where it does not know. `cached_tokens` were there."""
+    def computed_in(
+        self, queue_ms: float, compute_ms: float, cached_tokens: int, fetch_ms: float = 0.0
+    ) -> None:
+        """As the worker itself says; 0 where it does not know. `cached_tokens` were there, some of
+        them because they were fetched.
+        """
         if self.learn(compute_ms, cached_tokens):
             since_ms = (self.clock.now() - self.opened_at) * 1000
-            self.computing.dispatch.learn(max(0.0, since_ms - queue_ms - compute_ms))
+            self.computing.dispatch.learn(max(0.0, since_ms - queue_ms - compute_ms - fetch_ms))
         self.computed()
+
+    def fetched_in(self, num_bytes: int, fetch_ms: float) -> None:
+        """Blocks have come, or did not."""
+        if self.fetch is not None and num_bytes > 0 and fetch_ms > 0:
+            self.fetch.fit.learn(num_bytes, self.beside_fetch_bytes, fetch_ms, 0.0)
+        self.fetched()
+
+    def fetched(self) -> None:
+        """No more will come; safe to say twice."""
+        if self.fetch is not None:
+            self.fetch.in_flight_bytes -= self.fetch_bytes
+            self.fetch = None
 
     def learn(self, compute_ms: float, cached_tokens: int) -> bool:
         """The prompt was computed in so long; whether that is known and teaches anything."""
@@ -258,4 +282,5 @@ class Booking:
     def close(self) -> None:
         self.computed()
         self.shipped()
+        self.fetched()
         self.streaming.booked_requests -= 1

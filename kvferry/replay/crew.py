@@ -78,8 +78,11 @@ class Crew:
         if name not in self._living:
             return  # an earlier fault has ended it
         instance, announcing = self._living.pop(name)
-        (self.prefills.get(instance) or self.decodes[instance]).fail()
+        self.replica(instance).fail()
         announcing.cancel()
+
+    def replica(self, instance: str) -> PrefillReplica | DecodeReplica:
+        return self.prefills.get(instance) or self.decodes[instance]
 
     def work_ms(self) -> dict[str, float]:
         """By name, over all lives."""

@@ -127,6 +127,7 @@ class Outcome:
             "load": self.load,
             "duration_s": self.duration_s,
             "hit_rate": rate.rate(rate.delivered),
+            "fetched": rate.rate(rate.fetched),
             "tokens": dict(zip(KINDS, rate.chain(), strict=True)),
             "lost": {loss.value: count for loss, count in rate.lost.items()},
             "imbalance": self.imbalance,

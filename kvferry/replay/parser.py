@@ -88,6 +88,10 @@ def replay(
     decode_cache: Annotated[
         bool, typer.Option(help="Whether decode keeps what it held as cache, as it does.")
     ] = True,
+    fetch: Annotated[
+        bool,
+        typer.Option(help="Whether blocks may be fetched from who holds them, as they are."),
+    ] = True,
     speeds: SpeedsFile = None,
     base_ms: BaseMs = None,
     ms_per_token: MsPerToken = None,
@@ -128,6 +132,7 @@ def replay(
         num_decodes=decodes,
         decode_tokens=decode_tokens,
         decode_cache=decode_cache,
+        fetches=fetch,
         index_lag_s=index_lag,
         faults=tuple(parse_fault(each) for each in fault or []),
         seed=seed,

@@ -5,6 +5,7 @@ in the order in which they came, as a worker that has one prompt at a time in it
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.block_hash import BlockHash
@@ -28,6 +29,16 @@ class Computed:
 
 
 @dataclass(slots=True)
+class Fetched:
+    """What came from another worker, after the blocks that were here."""
+
+    had_blocks: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    ms: float = 0.0
+
+
+@dataclass(slots=True)
 class PrefillReplica:
     """Tokens it reports are counted in units of `unit` tokens; see `simulation`."""
 
@@ -44,10 +55,55 @@ class PrefillReplica:
     _num_running: int = 0
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _died: asyncio.Event = field(default_factory=asyncio.Event)
+    _coming: dict[BlockHash, asyncio.Event] = field(default_factory=dict)  # see `fetch`
     _speed: Speedometer = field(init=False)
 
     def __post_init__(self) -> None:
         self._speed = Speedometer(self.speeds.usual_ms_per_token)
+
+    async def fetch(self, names: Sequence[BlockHash], holds: Callable[[], int]) -> Fetched:
+        """Take what is lacking of these blocks from a worker that holds so many of them, as
+        `prefill_worker.borrowing` does: prompts that begin alike wait for one. Raises LifeOver.
+        """
+        for came in [self._coming[name] for name in names if name in self._coming]:
+            await came.wait()
+        fetched = Fetched(had_blocks=self.pool.match(names))
+        lacking = min(holds(), len(names)) - fetched.had_blocks
+        if lacking <= 0 or lacking > self.pool.num_available:
+            return fetched
+        last = names[fetched.had_blocks + lacking - 1]
+        self._coming[last] = asyncio.Event()
+        try:
+            block_ids = self._owned(names[: fetched.had_blocks], lacking)
+        except OutOfBlocks:
+            self._coming.pop(last).set()
+            return fetched
+        try:
+            num_bytes = lacking * self.block_tokens * self.speeds.token_bytes
+            fetched.ms = self.speeds.fetch_ms(num_bytes)
+            await self._pass(fetched.ms)
+            if holds() >= fetched.had_blocks + lacking:  # else its life has ended meanwhile
+                fetched.num_blocks, fetched.num_bytes = lacking, num_bytes
+                self._name(block_ids, names)
+        finally:
+            self.pool.release(reversed(block_ids))
+            self._coming.pop(last).set()
+        return fetched
+
+    def _owned(self, held: Sequence[BlockHash], fresh: int) -> list[int]:
+        """Blocks of which the first are here. Raises OutOfBlocks, owning nothing."""
+        shared = self.pool.share(held)
+        try:
+            return shared + self.pool.take(fresh)
+        except OutOfBlocks:
+            self.pool.release(reversed(shared))
+            raise
+
+    def _name(self, block_ids: Sequence[int], names: Sequence[BlockHash]) -> None:
+        parent: BlockHash | None = None
+        for block_id, name in zip(block_ids, names, strict=False):
+            self.pool.name(block_id, name, parent)
+            parent = name
 
     async def compute(self, arrival: Arrival) -> Computed:
         """Wait for a turn, reuse what is here, compute the rest. Raises LifeOver."""
@@ -77,10 +133,7 @@ class PrefillReplica:
         finally:
             self._num_running = 0
         self._speed.learn(compute_ms, arrival.num_tokens - cached_tokens)
-        parent: BlockHash | None = None
-        for block_id, name in zip(block_ids, arrival.names, strict=False):
-            self.pool.name(block_id, name, parent)
-            parent = name
+        self._name(block_ids, arrival.names)
         return Computed(cached_tokens, compute_ms, block_ids)
 
     async def _acquire(self, arrival: Arrival) -> list[int]:
@@ -100,12 +153,16 @@ class PrefillReplica:
         raise LifeOver(self.name)
 
     async def _spend(self, milliseconds: float) -> None:
+        await self._pass(milliseconds)
+        self.busy_ms += milliseconds
+        self.num_prompts += 1
+
+    async def _pass(self, milliseconds: float) -> None:
+        """Raises LifeOver when this life ends first."""
         try:
             async with asyncio.timeout(milliseconds / 1000):
                 await self._died.wait()
         except TimeoutError:
-            self.busy_ms += milliseconds
-            self.num_prompts += 1
             return
         raise LifeOver(self.name)
 

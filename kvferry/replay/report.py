@@ -20,7 +20,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     """A line each. Hit rates are shares of all prompt tokens, times are to the first token."""
     made = Table()
     made.add_column("policy")
-    for name in ("oracle", "available", "captured", "promised", "delivered"):
+    for name in ("oracle", "available", "captured", "promised", "delivered", "fetched"):
         made.add_column(name, justify="right")
     columns = ("imbalance", "mean", "p50", "p90", "p99", "prediction", "regret", "per token")
     for name in columns:
@@ -30,7 +30,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         error_ms = each.prediction_error_ms
         made.add_row(
             each.policy,
-            *(f"{rate.rate(count):.1%}" for count in rate.chain()[1:]),
+            *(f"{rate.rate(count):.1%}" for count in (*rate.chain()[1:], rate.fetched)),
             f"{each.imbalance:.2f}",
             *(_seconds(each.ttft_ms(share)) for share in (None, 0.5, 0.9, 0.99)),
             f"± {_seconds(error_ms)}",
@@ -41,17 +41,18 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def losses(found: Sequence[Figures]) -> Table:
-    """Why prompt tokens were computed; with what was delivered a line adds up to 100 %."""
+    """Why prompt tokens were computed; a line adds up to 100 %."""
     made = Table()
     made.add_column("")
-    made.add_column("delivered", justify="right")
+    for name in ("delivered", "fetched"):
+        made.add_column(name, justify="right")
     shown = [loss for loss in Loss if loss is not Loss.TENANT]  # a trace has one tenant
     for loss in shown:
         made.add_column(loss.value, justify="right")
     for each in found:
         rate = each.hit_rate
-        lost = (rate.rate(rate.lost.get(loss, 0)) for loss in shown)
-        made.add_row(each.name, f"{each.delivered:.1%}", *(f"{share:.1%}" for share in lost))
+        counts = [rate.delivered, rate.fetched, *(rate.lost.get(loss, 0) for loss in shown)]
+        made.add_row(each.name, *(f"{rate.rate(count):.1%}" for count in counts))
     return made
 
 
@@ -113,6 +114,10 @@ def _plot_split(axes: Any, found: Sequence[Figures]) -> None:
     rates = [each.hit_rate for each in found]
     left = [100 * rate.rate(rate.delivered) for rate in rates]
     axes.barh(names, left, label="delivered", color="#2b6cb0")
+    fetched = [100 * rate.rate(rate.fetched) for rate in rates]
+    if any(fetched):
+        axes.barh(names, fetched, left=left, label="fetched", color="#2f855a")
+        left = [start + width for start, width in zip(left, fetched, strict=True)]
     shown = [loss for loss in Loss if loss not in (Loss.NEW, Loss.TENANT)]  # a trace has one tenant
     for number, loss in enumerate(shown):
         colour = GREYS[number % len(GREYS)]

@@ -23,8 +23,8 @@ from kvferry.replay.decode_replica import DecodeReplica, Place
 from kvferry.replay.life import LifeOver
 from kvferry.replay.options import Options
 from kvferry.replay.outcome import Decision, Failed, Outcome, Served
-from kvferry.replay.prefill_replica import Computed, PrefillReplica
-from kvferry.replay.rivals import picker
+from kvferry.replay.prefill_replica import Computed, Fetched, PrefillReplica
+from kvferry.replay.rivals import Policy, picker
 from kvferry.replay.speeds import at_load, zero_hit_ms
 from kvferry.replay.trace import Arrival, Trace
 from kvferry.replay.virtual_time import VirtualClock, run_virtual
@@ -119,6 +119,8 @@ class _Simulation:
         self.crew: Crew
         self._pick = picker(options.policy, options.seed)
         self._bounds = Bounds()
+        ours = options.policy is Policy.OURS
+        self._weights = ways.Weights(fetches=options.fetches and ours)
         self._sessions = Sessions(self._clock)
         self._sightings = Sightings(self._clock, lag_s=1.5 + options.index_lag_s)
         self.decisions: list[Decision] = []
@@ -230,7 +232,7 @@ class _Simulation:
             snapshot = self._fleet.snapshot(asked, named, without, trusting=trusting)
             usable = [each for each in snapshot.replicas.prefills if not each.refused]
             pins = ways.Pins(prefill=self._pick(usable, names) if usable else "")
-            decision = policy.choose(snapshot.prompt, snapshot.replicas, pins)
+            decision = policy.choose(snapshot.prompt, snapshot.replicas, pins, self._weights)
             if decision.chosen is not None:
                 break
         else:
@@ -291,21 +293,26 @@ class _Simulation:
         decoding = snapshot.decodes[chosen.decode.name]
         computing = snapshot.computing(chosen)
         decode = self.crew.decodes[decoding.record.instance]
+        fetch, fetched = chosen.fetch, Fetched()
         uncached = snapshot.prompt.uncached_tokens(chosen.computing)
         expected = forecast(self._clock.now(), snapshot, made.decision)
         booking = self._fleet.book(
             computing,
             decoding,
-            uncached,
+            uncached - (fetch.num_tokens if fetch else 0),
             snapshot.prompt.num_tokens,
             chosen.terms.compute_ms,
             snapshot.prompt.shipped_bytes(chosen.prefill, chosen.decode) if chosen.prefill else 0,
+            snapshot.worker(fetch.holder) if fetch else None,
+            fetch.num_bytes if fetch else 0,
         )
 
         def computed(compute_ms: float, cached_tokens: int) -> float:
             now = self._clock.now()
-            queue_ms = (now - expected.made_at) * 1000 - compute_ms
-            booking.computed_in(queue_ms, compute_ms, cached_tokens // self._unit)
+            queue_ms = (now - expected.made_at) * 1000 - compute_ms - fetched.ms
+            cached = cached_tokens // self._unit
+            booking.fetched_in(fetched.num_bytes, fetched.ms)
+            booking.computed_in(queue_ms, compute_ms, cached, fetched.ms)
             self._sightings.settle(names, computing.record.instance)
             return now
 
@@ -321,6 +328,7 @@ class _Simulation:
             else:
                 prefill = self.crew.prefills[computing.record.instance]
                 async with _reserving(decode, number, arrival) as reserving:
+                    fetched = await self._fetch(prefill, arrival, made)
                     done = await prefill.compute(arrival)
                     cached_tokens = done.cached_tokens
                     first_token_at = computed(done.compute_ms, cached_tokens)
@@ -334,11 +342,28 @@ class _Simulation:
         tenant = arrival.tenant.encode()
         self._sessions.note(tenant, arrival.session, prefill_name, chosen.decode.name)
         self._fleet.doubts.clear(computing.record.instance)
+        had_tokens = fetched.had_blocks * self._trace.block_tokens
+        came = fetched.num_blocks * self._trace.block_tokens
+        came = max(0, min(came, cached_tokens - had_tokens))
         rate = account(
-            prompt=arrival.num_tokens, delivered=cached_tokens, gone=made.gone, **made.rates
+            prompt=arrival.num_tokens,
+            delivered=cached_tokens - came,
+            fetched=came,
+            gone=made.gone,
+            **made.rates,
         )
         ttft_ms = (first_token_at - expected.made_at) * 1000
         return _Answer(first_token_at, rate, expected.regret_ms(ttft_ms))
+
+    async def _fetch(self, prefill: PrefillReplica, arrival: Arrival, made: _Try) -> Fetched:
+        """What another worker holds of the prompt, before it is queued."""
+        fetch = made.chosen.fetch
+        names = arrival.names[: (arrival.num_tokens - 1) // self._trace.block_tokens]
+        if fetch is None:
+            return await prefill.fetch(names, lambda: 0)
+        holder = self.crew.replica(made.snapshot.worker(fetch.holder).record.instance)
+        names = names[: fetch.num_blocks]
+        return await prefill.fetch(names, lambda: holder.pool.match(names) if holder.alive else 0)
 
     def _shipment(self, arrival: Arrival, place: Place, done: Computed) -> tuple[int, float, float]:
         """Its bytes, and the milliseconds that it and the compute before it took."""

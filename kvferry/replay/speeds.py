@@ -26,6 +26,8 @@ class Speeds:
     step_ms_per_token: float = 2e-5  # of context, over the whole batch
     token_bytes: int = 131_072
     link_bytes_per_ms: float = 10_000_000.0
+    fetch_call_ms: float = 5.0
+    fetch_bytes_per_ms: float = 1_000_000.0
 
     @property
     def usual_ms_per_token(self) -> float:
@@ -36,7 +38,7 @@ class Speeds:
         """With those that are given. Raises CommandError on what no worker can have."""
         known = {name: value for name, value in given.items() if value is not None}
         for name, value in known.items():
-            least = 1e-9 if name == "link_bytes_per_ms" else 0.0
+            least = 1e-9 if name.endswith("bytes_per_ms") else 0.0
             if not (math.isfinite(value) and value >= least):
                 raise CommandError(f"{name} = {value}: must be a number of at least {least:g}")
         if "token_bytes" in known:
@@ -49,6 +51,10 @@ class Speeds:
         return (
             self.prefill_base_ms + self.prefill_ms_per_token * uncached + self.attention_ms * looks
         )
+
+    def fetch_ms(self, num_bytes: float) -> float:
+        """Until blocks of so many bytes have come from another worker."""
+        return self.fetch_call_ms + num_bytes / self.fetch_bytes_per_ms
 
     def step_ms(self, num_sequences: int, context_tokens: int) -> float:
         return (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.clock import Clock
 from kvferry.errors import CommandError
 from kvferry.stats import hit_rate_of, read_metrics
-from router.hit_rate import KINDS, HitRate
+from router.hit_rate import FETCHED, KINDS, HitRate
 
 SETTLE_S = 2.0
 POLL_S = 0.1
@@ -49,5 +49,5 @@ class Counted:
 
 def difference(after: HitRate, before: HitRate) -> HitRate:
     lost = {loss: count - before.lost.get(loss, 0) for loss, count in after.lost.items()}
-    counts = {kind: getattr(after, kind) - getattr(before, kind) for kind in KINDS}
+    counts = {kind: getattr(after, kind) - getattr(before, kind) for kind in (*KINDS, FETCHED)}
     return HitRate(**counts, lost={loss: count for loss, count in lost.items() if count})

@@ -63,7 +63,8 @@ def remarks(results: Results) -> list[str]:
     lines = [
         f"{found['requests_per_s']:.2f} requests and {found['tokens_per_s']:.1f} tokens of answers"
         f" a second over {results.duration_s:.1f} s; {rate.rate(rate.delivered):.1%} of the prompt"
-        f" tokens were computed by nobody; {found['shipped_bytes'] / 1e6:.1f} MB shipped,"
+        f" tokens were found in place, {rate.rate(rate.fetched):.1%} fetched from other workers;"
+        f" {found['shipped_bytes'] / 1e6:.1f} MB shipped,"
         f" {found['retried']} retried"
     ]
     if results.targets is not None and results.in_time is not None:

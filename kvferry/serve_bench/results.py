@@ -48,10 +48,12 @@ class Results:
     def hit_rate(self) -> HitRate:
         """The router's account where it is about these prompts alone, else what was delivered."""
         told = (self.prompt_tokens, self.cached_tokens)
-        if self.split is not None and (self.split.prompt, self.split.delivered) == told:
+        if self.split is not None and (self.split.prompt, self.split.spared) == told:
             return self.split
         cached = self.cached_tokens
-        return HitRate(self.prompt_tokens, cached, cached, cached, cached, cached)
+        fetched = min(cached, sum(each.fetched_tokens for each in self.journeys()))
+        held = cached - fetched
+        return HitRate(self.prompt_tokens, cached, cached, held, held, held, fetched)
 
     @property
     def split_is_known(self) -> bool:
@@ -109,6 +111,7 @@ class Results:
             "worst_pause_ms": spread_of([reply.worst_pause_ms for reply in served]),
             "in_time": self.in_time,
             "hit_rate": rate.rate(rate.delivered),
+            "fetched": rate.rate(rate.fetched),
             "tokens": dict(zip(KINDS, rate.chain(), strict=True)) if self.split_is_known else None,
             "lost": lost if self.split_is_known else None,
             "computed_tokens": self.computed_tokens(),
@@ -138,6 +141,7 @@ def _row(reply: Reply) -> dict[str, Any]:
         "tpot_ms": round(reply.tpot_ms, 3),
         "prompt_tokens": reply.prompt_tokens,
         "cached_tokens": usage.cached_tokens if usage else None,
+        "fetched_tokens": journey.fetched_tokens if journey else None,
         "output_tokens": reply.num_tokens,
         "prefill": journey.prefill if journey else None,
         "decode": journey.decode if journey else None,

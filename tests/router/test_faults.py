@@ -150,11 +150,11 @@ async def test_when_no_prefill_serves_decode_computes_the_prompt(cluster: FakeCl
     await cluster.check()
 
 
-@pytest.mark.parametrize(("kept_blocks", "next_prefill"), [(0, "prefill-1"), (3, "")])
+@pytest.mark.parametrize(("kept_blocks", "holder"), [(0, ""), (3, "decode-0")])
 async def test_what_decode_kept_of_a_failed_transfer_counts_in_the_next_choice(
-    cluster: FakeCluster, kept_blocks: int, next_prefill: str
+    cluster: FakeCluster, kept_blocks: int, holder: str
 ) -> None:
-    """With one block of four left to compute, decode is cheaper than a slow prefill and its way."""
+    """Three blocks of four need not be computed by the next prefill: it is told to fetch them."""
 
     async def keeping(worker: FakeWorker, asked: wpb.DecodeRequest) -> AsyncIterator[object]:
         if asked.source.worker == "prefill-0":
@@ -169,10 +169,8 @@ async def test_what_decode_kept_of_a_failed_transfer_counts_in_the_next_choice(
     await cluster.add("decode-0", keeping)
     events = await cluster.ask(**without_pins())
     assert ids_of(events) == ALL
-    assert (usage_of(events).journey.attempts, usage_of(events).journey.prefill) == (
-        2,
-        next_prefill,
-    )
+    journey = usage_of(events).journey
+    assert (journey.attempts, journey.prefill, journey.holder) == (2, "prefill-1", holder)
     (failed,) = cluster.log("attempt.failed")
     assert failed["kept_blocks"] == kept_blocks
     await cluster.check()

@@ -82,6 +82,7 @@ async def test_explain_says_where_without_sending(cluster: FakeCluster) -> None:
     ]
     assert answer.candidates[0].terms_ms.keys() == {
         "queue",
+        "fetch",
         "compute",
         "link",
         "interference",

@@ -41,16 +41,40 @@ def test_a_worker_that_held_more_than_the_index_knew_raises_the_numbers_above() 
     assert rate.lost == {Loss.NEW: 36}
 
 
+def test_what_was_fetched_is_no_hit_and_no_loss_wherever_it_was_held() -> None:
+    """It follows what was delivered; 200 tokens reach into what only another worker held."""
+    numbers = {"prompt": 1000, "oracle": 800, "available": 500, "captured": 400, "promised": 350}
+    for fetched, lost in (
+        (30, {Loss.LOAD: 100, Loss.PAIR: 50, Loss.STALE: 20}),
+        (80, {Loss.LOAD: 100, Loss.PAIR: 20}),
+        (150, {Loss.LOAD: 50}),
+        (200, {}),
+    ):
+        rate = account(**numbers, delivered=300, fetched=fetched)
+        assert rate.chain() == (1000, 800, 500, 400, 350, 300)
+        assert (rate.fetched, rate.spared) == (fetched, 300 + fetched)
+        assert rate.lost == {Loss.NEW: 200, Loss.EVICTED: 300, **lost}
+    more = account(**numbers, delivered=300, fetched=260)
+    assert (more.available, more.lost) == (560, {Loss.NEW: 200, Loss.EVICTED: 240})
+
+
 @given(
     prompt=tokens,
     seen=st.lists(tokens, min_size=4, max_size=4),
     delivered=tokens,
+    fetched=tokens,
     gone=st.lists(st.tuples(st.sampled_from(Loss), st.integers(0, 900)), max_size=6),
     anybodys=tokens,
 )
 def test_the_numbers_only_shrink_and_add_up_whatever_was_seen(
-    prompt: int, seen: list[int], delivered: int, gone: list[tuple[Loss, int]], anybodys: int
+    prompt: int,
+    seen: list[int],
+    delivered: int,
+    fetched: int,
+    gone: list[tuple[Loss, int]],
+    anybodys: int,
 ) -> None:
+    delivered = min(delivered, prompt)
     oracle, available, captured, promised = seen
     rate = account(
         prompt=prompt,
@@ -58,7 +82,8 @@ def test_the_numbers_only_shrink_and_add_up_whatever_was_seen(
         available=available,
         captured=captured,
         promised=promised,
-        delivered=min(delivered, prompt),
+        delivered=delivered,
+        fetched=min(fetched, prompt - delivered),
         gone=gone,
         anybodys=anybodys,
     )

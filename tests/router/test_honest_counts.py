@@ -10,6 +10,7 @@ from kvcache.block_hash import PUBLIC, index_key, name_blocks
 from kvferry.stats import hit_rate_of
 from prefix_index.index import Stored
 from protos import inference_pb2 as pb
+from protos import worker_pb2 as wpb
 from router.callers import EVERYONE
 from router.errors import Broken
 from router.hit_rate import HitRate, Loss
@@ -21,6 +22,8 @@ from tests.router.fakes import (
     Abort,
     FakeCluster,
     FakeWorker,
+    Script,
+    prefill_script,
     request,
 )
 
@@ -74,6 +77,59 @@ async def test_what_another_worker_holds_is_lost_to_load(cluster: FakeCluster) -
     await announce(cluster, "prefill-0")
     await cluster.ask(pins=pb.Pins(prefill="prefill-1", decode="decode-0"))
     assert counted(cluster).lost == {Loss.NEW: 80, Loss.LOAD: 48}
+
+
+def fetching(fetched_tokens: int, fetch_ms: float = 3.0) -> Script:
+    """A prefill worker that finds so many of its tokens at a holder."""
+
+    async def script(worker: FakeWorker, asked: wpb.PrefillRequest) -> AsyncIterator[object]:
+        events = prefill_script(worker, asked, fetched_tokens)
+        async for event in events:
+            if event.HasField("first_tokens") and asked.HasField("fetch"):
+                event.first_tokens.fetched_tokens = fetched_tokens
+                event.first_tokens.fetched_bytes = 100 * fetched_tokens
+                event.first_tokens.fetch_ms = fetch_ms
+            yield event
+
+    return script
+
+
+async def test_what_was_fetched_from_its_holder_is_neither_delivered_nor_lost(
+    cluster: FakeCluster,
+) -> None:
+    prefill, _ = await cluster.add_pair()
+    cold = await cluster.add("prefill-1", fetching(48))
+    await cluster.ask()
+    await announce(cluster, "prefill-0")
+    pins = pb.Pins(prefill="prefill-1", decode="decode-0")
+    events = await cluster.ask(pins=pins, explain=True)
+    told = cold.requests[0].fetch
+    assert (told.holder.instance, told.num_blocks) == (prefill.record.instance, 3)
+    assert list(told.holder.rank_addresses) == list(prefill.record.rank_addresses)
+    assert told.timeout_ms == 250  # no less, though computing would take 48
+    rate = counted(cluster)
+    assert (rate.delivered, rate.fetched, rate.lost) == (0, 48, {Loss.NEW: 80})
+    usage, explained = events[-1].usage, events[0].started.explanation
+    assert (usage.cached_tokens, usage.journey.fetched_tokens) == (48, 48)
+    assert (usage.journey.holder, usage.journey.fetched_bytes) == ("prefill-0", 4800)
+    assert explained.chosen_holder == "prefill-0"
+    (way,) = [each for each in explained.candidates if each.holder and each.prefill == "prefill-1"]
+    assert way.fetched_tokens == 48 and 5 < way.terms_ms["fetch"] < way.terms_ms["compute"]
+    assert way.terms_ms["compute"] == 16
+    await cluster.check()
+
+
+async def test_a_holder_of_which_nothing_came_is_left_out_for_a_while(
+    cluster: FakeCluster,
+) -> None:
+    await cluster.add_pair()
+    cold = await cluster.add("prefill-1", fetching(0))
+    await cluster.ask()
+    await announce(cluster, "prefill-0")
+    for _ in range(2):
+        await cluster.ask(pins=pb.Pins(prefill="prefill-1", decode="decode-0"))
+    assert [each.HasField("fetch") for each in cold.requests] == [True, False]
+    assert counted(cluster).fetched == 0
 
 
 async def test_what_a_life_held_that_is_over_is_lost_with_its_epoch(cluster: FakeCluster) -> None:

@@ -399,3 +399,89 @@ def test_of_a_thousand_pairs_over_slow_links_few_are_looked_at() -> None:
     assert chosen.prefill.queue_ms == min(each.queue_ms for each in prefills)
     assert chosen.decode is holder
     assert len(seen) <= 3
+
+
+FETCHED = Link(LinkCurve(2.0, 1e-5))
+
+
+def test_a_prefix_that_waits_elsewhere_is_fetched_where_that_costs_less_than_computing() -> None:
+    """480 tokens of 6,250 bytes: 2 ms and 30 more, instead of 480 of computing."""
+    warm, cold = prefill("warm", matched_blocks=30, queued_tokens=700), prefill("cold")
+    ways = {("warm", "cold"): FETCHED, ("cold", "warm"): FETCHED}
+    decision = choose(PROMPT, Replicas([warm, cold], [decode()], fetches=ways))
+    assert str(decision.chosen) == "cold to d0 with blocks of warm"
+    assert decision.chosen is not None and decision.chosen.fetch is not None
+    fetch, terms = decision.chosen.fetch, decision.chosen.terms
+    assert (fetch.holder.name, fetch.num_blocks, fetch.num_tokens) == ("warm", 30, 480)
+    assert (terms.fetch_ms, terms.compute_ms, fetch.saved_ms) == (pytest.approx(32), 520, 480)
+    assert terms.ttft_ms == pytest.approx(32 + 520)
+    assert terms.cost_ms == pytest.approx(sum(terms.named().values()))
+    listed = [str(each) for each in decision.candidates]
+    assert sorted(listed) == [
+        "cold to d0",
+        "cold to d0 with blocks of warm",
+        "d0",
+        "warm to d0",
+    ]
+    alone = choose(PROMPT, Replicas([warm, cold], [decode()], fetches=ways), Pins(), NO_FETCH)
+    assert str(alone.chosen) == "cold to d0"
+
+
+NO_FETCH = Weights(fetches=False)
+
+
+@pytest.mark.parametrize(
+    ("holder", "ways"),
+    [
+        ({}, {}),  # a way that failed lately is none
+        ({}, {("warm", "cold"): Link(LinkCurve(2.0, 1e-3))}),
+        ({"refused": "is draining"}, {("warm", "cold"): FETCHED}),
+        ({"naming": "another model"}, {("warm", "cold"): FETCHED}),
+        ({"block_size": 32, "matched_blocks": 15}, {("warm", "cold"): FETCHED}),
+    ],
+)
+def test_what_cannot_be_fetched_sooner_than_computed_is_computed(
+    holder: dict[str, object], ways: dict[tuple[str, str], Link]
+) -> None:
+    known: dict[str, object] = {"matched_blocks": 30, "queued_tokens": 5000}
+    warm = prefill("warm", **(known | holder))
+    decision = choose(PROMPT, Replicas([warm, prefill("cold")], [decode()], fetches=ways))
+    assert str(decision.chosen) == "cold to d0"
+    assert not any(each.fetch for each in decision.candidates)
+
+
+def test_a_fetch_hides_behind_the_queue_and_brings_only_what_is_lacking() -> None:
+    """Also from a decode worker: what it holds need not be computed by prefill again."""
+    held, busy = decode(matched_blocks=62), prefill("busy", matched_blocks=12, queued_tokens=20)
+    decision = choose(
+        PROMPT, Replicas([busy], [held], fetches={("d0", "busy"): FETCHED}), Pins(prefill="busy")
+    )
+    assert decision.chosen is not None and decision.chosen.fetch is not None
+    assert decision.chosen.fetch.num_tokens == (62 - 12) * 16
+    assert decision.chosen.terms.fetch_ms == pytest.approx(2 + 800 * 6_250 * 1e-5 - 20)
+    assert decision.chosen.terms.compute_ms == 8
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 62), st.integers(0, 2000), st.integers(0, 3)),
+        min_size=2,
+        max_size=5,
+    )
+)
+def test_whatever_may_be_fetched_the_chosen_way_is_the_cheapest_of_all(
+    fleet: list[tuple[int, int, int]],
+) -> None:
+    prefills = [
+        prefill(f"p{at}", matched_blocks=blocks, queued_tokens=queue)
+        for at, (blocks, queue, _) in enumerate(fleet)
+    ]
+    ways = {
+        (f"p{here}", f"p{there}"): Link(LinkCurve(1.0 + each[2], 1e-5))
+        for here, each in enumerate(fleet)
+        for there in range(len(fleet))
+    }
+    decision = choose(PROMPT, Replicas(prefills, [decode()], fetches=ways))
+    assert decision.chosen is not None
+    costs = [each.terms.cost_ms for each in decision.candidates if not each.refused]
+    assert decision.chosen.terms.cost_ms == pytest.approx(min(costs), abs=0.2)

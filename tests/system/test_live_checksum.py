@@ -211,6 +211,63 @@ def proofs_in(part: FetchedCells) -> NDArray[np.uint64]:
     return np.frombuffer(part.digests, "<u8").astype(np.uint64)
 
 
+async def until_known(cluster: LiveCluster, worker: str, prompt: list[int]) -> None:
+    """Wait until the router has heard that `worker` holds the prompt."""
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), pins=pb.Pins(prefill=worker))
+    async with asyncio.timeout(10):
+        while True:
+            ways = (await cluster.stub.Explain(request)).explanation.candidates
+            if any(way.prefill == worker and way.prefill_matched_tokens for way in ways):
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_a_prompt_sent_where_it_is_not_held_is_fetched_and_not_computed(
+    cluster: LiveCluster,
+) -> None:
+    """As when the holder's queue is long; the pin stands for that."""
+    prompt = prompt_of(2000, seed=41)
+    await cluster.generate(prompt, pb.Pins(prefill="p0"), max_tokens=3, temperature=0)
+    await until_known(cluster, "p0", prompt)
+    pins = pb.Pins(prefill="p1")
+    replies = [
+        await cluster.generate(prompt, pins, max_tokens=5, temperature=0, ignore_eos=True)
+        for _ in range(2)
+    ]
+    assert [reply.output for reply in replies] == [expected(prompt, 5)] * 2
+    first, again = (reply.usage for reply in replies)
+    assert first.journey.holder in ("p0", "d0")
+    assert (first.cached_tokens, first.journey.fetched_tokens) == (1984, 1984)
+    assert (first.journey.computed_tokens, first.journey.prefill) == (16, "p1")
+    assert (again.cached_tokens, again.journey.fetched_tokens) == (1984, 0)
+    await cluster.settled()
+
+
+async def test_a_holder_that_dies_while_it_is_fetched_from_costs_no_token(
+    cluster: LiveCluster,
+) -> None:
+    """It is stopped first, so that the call to it hangs, and then killed."""
+    prompt = prompt_of(2000, seed=43)
+    await cluster.generate(prompt, pb.Pins(prefill="p0"), max_tokens=1, temperature=0)
+    await until_known(cluster, "p0", prompt)
+    victim = cluster.handles["p0"].pid
+    assert victim is not None
+    os.kill(victim, signal.SIGSTOP)
+    pins = pb.Pins(prefill="p1")
+    asked = asyncio.create_task(
+        cluster.generate(prompt, pins, max_tokens=5, temperature=0, ignore_eos=True)
+    )
+    await asyncio.sleep(0.05)
+    os.kill(victim, signal.SIGKILL)
+    reply = await asked
+    assert reply.output == expected(prompt, 5)
+    assert (reply.usage.journey.holder, reply.usage.journey.fetched_tokens) == ("p0", 0)
+    assert reply.usage.journey.computed_tokens == 2000
+    await cluster.until_alive("p0", victim)
+    await cluster.until_pairs(2)
+    await cluster.settled()
+
+
 async def test_two_prefill_workers_give_one_prompt_the_same_names_in_redis(
     cluster: LiveCluster,
 ) -> None:

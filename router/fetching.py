@@ -1,0 +1,49 @@
+"""Which blocks of a prompt a prefill replica could take from another worker, and what that costs.
+
+A prefix that is in demand is held where it was computed first; when the queue there is long, its
+prompts go elsewhere. There the holder's blocks come over a link in less time than computing them
+takes, and are one more copy of the prefix, which the next prompts find in place.
+"""
+
+from collections.abc import Sequence
+
+from router.ways import Fetch, Prompt, Replica, Replicas, Weights
+
+MOST_HOLDERS = 3  # that are considered: those that hold most
+
+
+def holders(prompt: Prompt, replicas: Replicas, weights: Weights) -> Sequence[Replica]:
+    """Those that hold most of the prompt, the longest prefix first."""
+    if not weights.fetches:
+        return ()
+    known = (*replicas.prefills, *replicas.decodes)
+    holding = [each for each in known if each.matched_blocks and not each.refused]
+    return sorted(holding, key=lambda each: (-prompt.held_tokens(each), each.name))[:MOST_HOLDERS]
+
+
+def fetch_for(
+    prompt: Prompt, prefill: Replica, known: Sequence[Replica], replicas: Replicas
+) -> Fetch | None:
+    """From the first of the holders `known` that has something it lacks, over a link that can be
+    used; None where computing is as quick.
+    """
+    for holder in known:
+        num_tokens = prompt.fetched_tokens(prefill, holder)
+        if not num_tokens:
+            return None  # nor has anybody after it
+        alike = (holder.naming, holder.block_size) == (prefill.naming, prefill.block_size)
+        link = replicas.fetches.get((holder.name, prefill.name))
+        if holder.name == prefill.name or not alike or link is None:
+            continue
+        num_bytes = num_tokens * prompt.token_bytes
+        ms = link.curve.ms(num_bytes, link.in_flight_bytes)
+        saved_ms = prompt.compute_ms(prefill) - prompt.compute_ms(prefill, num_tokens)
+        num_blocks = prompt.held_tokens(holder) // holder.block_size
+        fetch = Fetch(holder, num_blocks, num_tokens, num_bytes, ms, saved_ms)
+        return fetch if fetch_ms(fetch, prefill) < saved_ms else None
+    return None
+
+
+def fetch_ms(fetch: Fetch | None, prefill: Replica) -> float:
+    """What the prompt waits for it: while others are computed before it, it does not."""
+    return max(0.0, fetch.ms - prefill.queue_ms) if fetch else 0.0
