@@ -2,25 +2,33 @@
 
 The Mooncake conversation trace over 8 replicas of 1.0M tokens, at 80 % of what they could compute
 without any reuse, and at 110 %. Decode keeps no cache here and nothing is fetched from one cache
-into another, so that eight caches are eight; a line more shows what fetching brings.
+into another, so that eight caches are eight; lines more show what fetching brings, and what an
+index costs that hears of blocks late.
 `make bench-replay ARGS=PATH/conversation_trace.jsonl` runs it.
 """
 
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
 
-from kvferry.replay.command import run_all, silence
+from kvferry.replay.command import silence
 from kvferry.replay.options import Options
 from kvferry.replay.outcome import Outcome
 from kvferry.replay.report import losses, plot, table, write
 from kvferry.replay.rivals import Policy
-from kvferry.replay.trace import Trace, read_trace
+from kvferry.replay.simulation import replay
+from kvferry.replay.speeds import Speeds
+from kvferry.replay.trace import read_trace
 
 TRACE = Path(__file__).parents[2] / "shared/traces/mooncake/conversation_trace.jsonl"
 OUT = Path("bench/out/replay.json")
+# Of what is delivered without any lag, the least with the index so many seconds late.
+LAGS = {10.0: 0.99, 60.0: 0.90, 300.0: 0.43}
 USUAL = (
     Policy.OURS,
     Policy.ROUND_ROBIN,
@@ -58,38 +66,83 @@ def bars(usual: dict[str, Outcome], crowded: dict[str, Outcome]) -> list[tuple[s
             f" or one without end, {delivered(endless):.1%}",
             hit <= delivered(shared) and hit <= delivered(endless),
         ),
+        *(_late_bar(usual[_late(lag_s)], lag_s, share, hit) for lag_s, share in LAGS.items()),
     ]
 
 
-def fetching(trace: Trace, load: float, console: Console) -> Outcome:
-    """Ours, where blocks are fetched from who holds them."""
-    options = Options(load=load, decode_cache=False, fetches=True)
-    (outcome,) = run_all(trace, (Policy.OURS,), options, console)
-    return replace(outcome, policy="ours, fetching")
+def _late_bar(late: Outcome, lag_s: float, share: float, hit: float) -> tuple[str, bool]:
+    text = f"with the index {lag_s:g} s late {delivered(late):.1%}, at least {share:.0%} of that"
+    return text, delivered(late) >= share * hit
+
+
+def _late(lag_s: float) -> str:
+    return f"ours, {lag_s:g} s late"
+
+
+def runs() -> list[tuple[str, Policy, Options]]:
+    """What is replayed: the load it stands under, and the rest. The longest come first."""
+    usual = Options(load=0.8, decode_cache=False, fetches=False)
+    crowded = replace(usual, load=1.1)
+    # As fast as blocks are shipped.
+    fetching = Speeds(fetch_bytes_per_ms=Speeds().link_bytes_per_ms)
+    return [
+        *(("110 %", policy, crowded) for policy in (Policy.OURS, Policy.RANDOM)),
+        ("110 %", Policy.OURS, replace(crowded, fetches=True, speeds=fetching)),
+        *(("80 %", policy, usual) for policy in USUAL),
+        ("80 %", Policy.OURS, replace(usual, fetches=True, speeds=fetching)),
+        *(("80 %", Policy.OURS, replace(usual, index_lag_s=lag_s)) for lag_s in LAGS),
+    ]
+
+
+def run(path: Path, policy: Policy, options: Options) -> Outcome:
+    """In a process of its own."""
+    silence()
+    outcome = replay(read_trace(path), replace(options, policy=policy))
+    return replace(outcome, policy=_name(policy, options))
+
+
+def _name(policy: Policy, options: Options) -> str:
+    if options.index_lag_s:
+        return _late(options.index_lag_s)
+    return f"{policy.value}, fetching" if options.fetches else policy.value
+
+
+def replay_all(path: Path, console: Console) -> dict[str, dict[str, Outcome]]:
+    """By load and name; two at a time, and a line for each as it ends."""
+    found: dict[str, dict[str, Outcome]] = {"80 %": {}, "110 %": {}}
+    began = time.monotonic()
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        jobs = {pool.submit(run, path, *asked): load for load, *asked in runs()}
+        for job in as_completed(jobs):
+            outcome, load = job.result(), jobs[job]
+            found[load][outcome.policy] = outcome
+            console.print(
+                f"{time.monotonic() - began:5.0f} s  load {load}, {outcome.policy}:"
+                f" {delivered(outcome):.1%} delivered, imbalance {outcome.imbalance:.3f},"
+                f" first token {outcome.ttft_ms() / 1000:.2f} s in the mean",
+                highlight=False,
+            )
+    return found
 
 
 def main() -> int:
-    console = Console(width=150)
+    console = Console(width=160)
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else TRACE
     if not path.exists():
         console.print(f"{path} is not here: name the trace, as ARGS=PATH")
         return 2
-    silence()
-    trace = read_trace(path)
-    options = Options(load=0.8, decode_cache=False, fetches=False)
-    usual = run_all(trace, USUAL, options, console)
-    usual.append(fetching(trace, 0.8, console))
-    crowded = run_all(trace, (Policy.OURS, Policy.RANDOM), replace(options, load=1.1), console)
-    crowded.append(fetching(trace, 1.1, console))
-    for load, outcomes in ((0.8, usual), (1.1, crowded)):
-        figures = [each.figures for each in outcomes]
-        console.print(f"offered load {load:.0%}", table(outcomes), losses(figures), sep="\n")
-        write(OUT.with_stem(f"replay-{load:.0%}".rstrip("%")), outcomes, {"trace": trace.name})
-        plot(OUT.with_stem(f"replay-{load:.0%}".rstrip("%")).with_suffix(".png"), figures, console)
-    found = bars({each.policy: each for each in usual}, {each.policy: each for each in crowded})
-    for text, kept in found:
-        console.print(f"{'kept' if kept else 'MISSED'}: {text}", highlight=False)
-    return 0 if all(kept for _, kept in found) else 1
+    found = replay_all(path, console)
+    for load, outcomes in found.items():
+        shown = [each for each in outcomes.values()]
+        figures = [each.figures for each in shown]
+        out = OUT.with_stem(f"replay-{load.split()[0]}")
+        console.print(f"offered load {load}", table(shown), losses(figures), sep="\n")
+        write(out, shown, {"trace": path.stem})
+        plot(out.with_suffix(".png"), figures, console)
+    kept = bars(found["80 %"], found["110 %"])
+    for text, so in kept:
+        console.print(f"{'kept' if so else 'MISSED'}: {text}", highlight=False)
+    return 0 if all(so for _, so in kept) else 1
 
 
 if __name__ == "__main__":

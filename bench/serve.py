@@ -43,7 +43,11 @@ def cluster_settings(folder: Path) -> Settings:
             "num_prefill": 4,
             "num_decode": 1,
             "state_dir": folder,
-            "router": {"http_port": http_port, "grpc_port": grpc_port},
+            "router": {
+                "http_port": http_port,
+                "grpc_port": grpc_port,
+                "fetch_blocks": False,  # what a fetch takes nobody has measured before
+            },
             "prefill": {"num_blocks": 500},
             "decode": {"num_blocks": 1000, "tp": 1},
         }

@@ -64,7 +64,7 @@ def pair_terms(
 ) -> Terms:
     compute_ms = prompt.compute_ms(prefill, fetch.num_tokens if fetch else 0)
     link_ms, hidden_ms, distance_ms = shipping_ms(prompt, prefill, decode, link, weights, fetch)
-    waits_ms = fetch_ms(fetch, prefill)
+    waits_ms = fetch_ms(prompt, prefill, weights, fetch)
     late_ms = late_first_ms(prompt, prefill, waits_ms + compute_ms, weights)
     left_ms = left_prefill_ms(prompt, prefill, weights)
     return Terms(
@@ -84,9 +84,11 @@ def pair_terms(
 
 def alone_terms(prompt: Prompt, decode: Replica, followers: float, weights: Weights) -> Terms:
     compute_ms = prompt.compute_ms(decode)
-    late_ms = late_first_ms(prompt, decode, compute_ms, weights)
+    waits_ms = fetch_ms(prompt, decode, weights)
+    late_ms = late_first_ms(prompt, decode, waits_ms + compute_ms, weights)
     return Terms(
         queue_ms=decode.queue_ms,
+        fetch_ms=waits_ms,
         compute_ms=compute_ms,
         dispatch_ms=decode.dispatch_ms,
         interference_ms=weights.interference * compute_ms * (decode.running + 1),

@@ -18,8 +18,11 @@ KILO = 1000.0
 MEGA = 1e6
 # A prior is right to about a factor of two, and no coefficient is ever more than this times it.
 FAR = 50.0
+# One prompt alone does not tell what it takes besides its tokens: as much as so many of them.
+FIXED_TOKENS = 256
 FIXED_MS = 10.0  # what a prompt or a step may take besides, if nothing is known
 MOST_FIXED_MS = 10_000.0
+LEAST_TOKEN_MS = 1e-6
 # Looking back costs as much as everything else at about this many tokens, or much later.
 EVEN_TOKENS = 8192.0
 EVEN_SEQUENCES = 16.0
@@ -38,6 +41,10 @@ class PrefillCurve:
     def ms(self, uncached_tokens: int, cached_tokens: int) -> float:
         looks = looks_of(uncached_tokens, cached_tokens)
         return self.prompt_ms + self.token_ms * uncached_tokens + self.look_ms * looks
+
+    def times(self, factor: float) -> "PrefillCurve":
+        """Of a worker that takes so many times as long."""
+        return PrefillCurve(self.prompt_ms * factor, self.token_ms * factor, self.look_ms * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +88,24 @@ def looks_of(uncached_tokens: int, cached_tokens: int) -> float:
 
 
 class PrefillFit:
-    """`token_ms` is what is expected of the worker until it was observed."""
+    """`about` is what is expected of the worker until it was observed."""
 
-    def __init__(self, token_ms: float) -> None:
+    def __init__(self, about: PrefillCurve) -> None:
+        token_ms = max(LEAST_TOKEN_MS, about.token_ms)
+        look_ms = max(about.look_ms, token_ms / EVEN_TOKENS)
         self._fit = LeastSquares(
             [
-                Prior(0.0, FIXED_MS, MOST_FIXED_MS),
+                Prior(about.prompt_ms, max(FIXED_MS, about.prompt_ms), MOST_FIXED_MS),
                 Prior(KILO * token_ms, KILO * token_ms, FAR * KILO * token_ms),
-                Prior(0.0, MEGA * token_ms / EVEN_TOKENS, FAR * MEGA * token_ms / EVEN_TOKENS),
+                Prior(MEGA * about.look_ms, MEGA * look_ms, FAR * MEGA * look_ms),
             ]
         )
         self.curve = self._read()
+
+    @classmethod
+    def after_one(cls, uncached_tokens: int, ms: float) -> "PrefillFit":
+        """Of a worker of which nothing is known but that such a prompt took so long."""
+        return cls(PrefillCurve(token_ms=ms / (uncached_tokens + FIXED_TOKENS)))
 
     def learn(self, uncached_tokens: int, cached_tokens: int, ms: float) -> None:
         looks = looks_of(uncached_tokens, cached_tokens)

@@ -40,10 +40,17 @@ def fetch_for(
         saved_ms = prompt.compute_ms(prefill) - prompt.compute_ms(prefill, num_tokens)
         num_blocks = prompt.held_tokens(holder) // holder.block_size
         fetch = Fetch(holder, num_blocks, num_tokens, num_bytes, ms, saved_ms)
-        return fetch if fetch_ms(fetch, prefill) < saved_ms else None
+        return fetch if max(0.0, ms - prefill.queue_ms) < saved_ms else None
     return None
 
 
-def fetch_ms(fetch: Fetch | None, prefill: Replica) -> float:
-    """What the prompt waits for it: while others are computed before it, it does not."""
-    return max(0.0, fetch.ms - prefill.queue_ms) if fetch else 0.0
+def fetch_ms(
+    prompt: Prompt, computing: Replica, weights: Weights, fetch: Fetch | None = None
+) -> float:
+    """What the prompt waits for blocks that are elsewhere: with another worker, or in the host
+    memory of who computes it. While others are computed before it, it does not.
+    """
+    if fetch is None and not computing.host_blocks:
+        return 0.0
+    host_ms = prompt.host_bytes(computing) / weights.host_bytes_per_ms
+    return max(0.0, host_ms + (fetch.ms if fetch else 0.0) - computing.queue_ms)

@@ -6,7 +6,7 @@ prompt's hash would never share them out. So curves that agree to within `ALIKE`
 that of the first worker, by name, of their kind.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import TypeVar
 
@@ -27,6 +27,9 @@ Curve = TypeVar("Curve")
 def compare(workers: Iterable[Worker]) -> None:
     """Set what each worker is taken for: `curve`, `steps` and `dispatch_ms`."""
     fit = sorted((each for each in workers if not each.unfit), key=lambda each: each.name)
+    seen = _mean([curve for each in fit if (curve := each.fitted_curve)])
+    for worker in fit:
+        worker.usual = seen
     usual = _usual_curve(fit)
     prompts: list[tuple[PrefillCurve, tuple[float, ...]]] = []
     steps: list[tuple[DecodeCurve, tuple[float, ...]]] = []
@@ -53,16 +56,16 @@ def _kind(
 def _usual_curve(workers: Sequence[Worker]) -> PrefillCurve:
     """What to expect of a worker that has computed no prompt yet: what the others need."""
     known = [curve for each in workers if (curve := each.measured_curve)]
-    if not known:
-        return PrefillCurve(token_ms=NO_SPEED_YET_MS)
+    return _mean(known) or PrefillCurve(token_ms=NO_SPEED_YET_MS)
 
-    def mean(of: Callable[[PrefillCurve], float]) -> float:
-        return fmean(of(each) for each in known)
 
+def _mean(curves: Sequence[PrefillCurve]) -> PrefillCurve | None:
+    if not curves:
+        return None
     return PrefillCurve(
-        mean(lambda each: each.prompt_ms),
-        mean(lambda each: each.token_ms),
-        mean(lambda each: each.look_ms),
+        fmean(each.prompt_ms for each in curves),
+        fmean(each.token_ms for each in curves),
+        fmean(each.look_ms for each in curves),
     )
 
 

@@ -4,7 +4,8 @@ Every candidate is a (prefill, decode) pair or decode alone, and costs predicted
 pair is there twice where prefill could fetch blocks from who holds them (`fetching`), and compute:
 
     queue         work ahead of this prompt on the replica that computes it
-    fetch         blocks that another worker holds, taken from there, less what the queue hides
+    fetch         blocks that another worker holds, taken from there, and those in host memory,
+                  less what the queue hides
     compute       the prompt tokens that replica neither holds nor fetches, by its curve
     dispatch      what passes between its call and its answer besides
     link          moving the blocks decode lacks, behind those on their way, less what hides behind
@@ -129,7 +130,7 @@ class _Search:
         for each in self._prefills:
             for fetch in self._fetches(each):
                 compute_ms = self._prompt.compute_ms(each, fetch.num_tokens if fetch else 0)
-                own_ms = fetch_ms(fetch, each) + compute_ms
+                own_ms = fetch_ms(self._prompt, each, self._weights, fetch) + compute_ms
                 if self._may_compute(each, own_ms, over_bars):
                     hides = _tenths(hides_ms(self._prompt, compute_ms))
                     rows.append(Row(_tenths(self._prefill_ms(each, compute_ms, own_ms)), hides))
@@ -168,8 +169,10 @@ class _Search:
         costs: list[tuple[int, int]] = []
         for at, (decode, cost) in enumerate(zip(self._decodes, streaming, strict=True)):
             compute_ms = self._prompt.compute_ms(decode)
-            if self._may_compute(decode, compute_ms, over_bars):
-                costs.append((cost + _tenths(self._compute_here_ms(decode, compute_ms)), at))
+            own_ms = fetch_ms(self._prompt, decode, self._weights) + compute_ms
+            if self._may_compute(decode, own_ms, over_bars):
+                here_ms = self._compute_here_ms(decode, compute_ms, own_ms)
+                costs.append((cost + _tenths(here_ms), at))
         return min(costs, default=None)
 
     def _may_compute(self, replica: Replica, own_ms: float, over_bars: bool) -> bool:
@@ -201,15 +204,16 @@ class _Search:
             + left_decode_ms(prompt, decode, weights)
         )
 
-    def _compute_here_ms(self, decode: Replica, compute_ms: float) -> float:
+    def _compute_here_ms(self, decode: Replica, compute_ms: float, own_ms: float) -> float:
         """Of decode alone, what computing adds to streaming."""
         prompt, weights = self._prompt, self._weights
         beside = weights.interference * (decode.running + 1)
         return (
             decode.queue_ms
-            + compute_ms * (1 + beside + self._behind_decode)
+            + own_ms
+            + compute_ms * (beside + self._behind_decode)
             + decode.dispatch_ms
-            + late_first_ms(prompt, decode, compute_ms, weights)
+            + late_first_ms(prompt, decode, own_ms, weights)
         )
 
     def _needs(self, prefills: Sequence[Replica]) -> Callable[[Replica], int]:

@@ -98,6 +98,10 @@ class Prompt:
         uncached = self.uncached_tokens(replica) - fetched_tokens
         return replica.compute_ms(uncached, self.num_tokens - uncached)
 
+    def host_bytes(self, replica: Replica) -> int:
+        """What it holds of the prompt in host memory."""
+        return replica.host_blocks * replica.block_size * self.token_bytes
+
     def shipped_bytes(self, prefill: Replica, decode: Replica) -> int:
         """What decode lacks, in blocks as large as the smaller of theirs."""
         unit = min(prefill.block_size, decode.block_size)
@@ -139,6 +143,8 @@ class Weights:
     # A shipment's round trips and contention on the way to another node, or out of the zone.
     node_ms: float = 1.0
     zone_ms: float = 10.0
+    # Blocks in host memory are loaded back before the model computes: 16 GB/s, about PCIe 4 x16.
+    host_bytes_per_ms: float = 16e6
     # Whether blocks may be fetched from who holds them instead of being computed.
     fetches: bool = True
 

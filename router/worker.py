@@ -17,6 +17,7 @@ import grpc.aio
 from engine.clock import Clock
 from prefix_index.index import Role, WorkerRecord
 from router.curves import (
+    LEAST_TOKEN_MS,
     DecodeCurve,
     DecodeFit,
     DispatchFit,
@@ -31,6 +32,8 @@ UNTRIED = LinkCurve()
 # What fetching blocks is taken for until some were: a call, and copies on both sides of it.
 UNFETCHED = LinkCurve(shipment_ms=5.0, byte_ms=1 / 200_000)
 TRUST_S = 10.0  # after a prompt was computed
+WARM_UP_TOKENS = 128  # of the prompt that a worker's first report is about
+MOST_APART = 4.0  # times as fast or slow as the others, until it was seen at work
 MAX_DRAINED = 4096  # places of which is remembered when they came up
 
 
@@ -72,6 +75,7 @@ class Worker:
     _decode: DecodeFit | None = None
     dispatch: DispatchFit = field(default_factory=DispatchFit)
     curve: PrefillCurve = UNKNOWN  # what it is taken for; see `kinds`
+    usual: PrefillCurve | None = None  # what prompts were seen to take the others
     steps: DecodeCurve | None = None
     dispatch_ms: float = 0.0
     _ahead: "dict[Booking, None]" = field(default_factory=dict)  # in order; the first is computed
@@ -107,8 +111,22 @@ class Worker:
         """Of a prompt: as fitted, else as reported, else as usual among the others."""
         if self._prefill is not None:
             return self._prefill.curve
-        reported = self.record.load.prefill_ms_per_token
-        return PrefillCurve(token_ms=reported) if reported > 0 else usual
+        return self._expected() or usual
+
+    def _expected(self) -> PrefillCurve | None:
+        """As the others, and slower or faster by what it reports of its warm-up, if it does: a
+        short prompt, of which one hiccup makes a long one. None where there is neither.
+        """
+        reported, usual = self.record.load.prefill_ms_per_token, self.usual
+        if reported <= 0 or usual is None:
+            return PrefillCurve(token_ms=reported) if reported > 0 else usual
+        ratio = reported * WARM_UP_TOKENS / max(LEAST_TOKEN_MS, usual.ms(WARM_UP_TOKENS, 0))
+        return usual.times(min(MOST_APART, max(1 / MOST_APART, ratio)))
+
+    @property
+    def fitted_curve(self) -> PrefillCurve | None:
+        """None: no prompt was seen there."""
+        return None if self._prefill is None else self._prefill.curve
 
     @property
     def measured_curve(self) -> PrefillCurve | None:
@@ -136,8 +154,12 @@ class Worker:
         """It computed a prompt by itself in `ms`."""
         self._learned_at = now
         if self._prefill is None:
-            reported = self.record.load.prefill_ms_per_token
-            self._prefill = PrefillFit(reported if reported > 0 else ms / max(1, uncached_tokens))
+            expected = self._expected()
+            self._prefill = (
+                PrefillFit.after_one(uncached_tokens, ms)
+                if expected is None
+                else PrefillFit(expected)
+            )
         self._prefill.learn(uncached_tokens, cached_tokens, ms)
 
     def _learn_steps(self, record: WorkerRecord) -> None:

@@ -15,7 +15,7 @@ from kvferry.replay.decode_replica import DecodeReplica
 from kvferry.replay.options import INDEX, Fault, Options
 from kvferry.replay.prefill_replica import PrefillReplica
 from kvferry.replay.rivals import Policy
-from kvferry.replay.simulated_index import SimulatedIndex
+from kvferry.replay.simulated_index import LateNews, SimulatedIndex
 from kvferry.replay.trace import NAMESPACE, Trace
 from prefix_index.announcer import Announcer
 from prefix_index.index import Load, Manifest, Role, WorkerRecord
@@ -40,7 +40,7 @@ class Crew:
         self._options = options
         self._clock = clock
         self._unit = unit_tokens(trace)
-        self.index = SimulatedIndex(clock, options.index_lag_s)
+        self.index = SimulatedIndex(clock)
         self._pool: BlockPool | None = None
         if options.policy in (Policy.SHARED_CACHE, Policy.INFINITE_CACHE):
             self._pool = BlockPool(self._shared_blocks())
@@ -134,7 +134,7 @@ class Crew:
         announcer = Announcer(
             self.index,
             record,
-            source=source,
+            source=LateNews(source, self._clock, self._options.index_lag_s),
             resident=held,
             clock=self._clock,
             heartbeat_s=HEARTBEAT_S,

@@ -30,6 +30,7 @@ class Options:
     decode_tokens: int = 8_000_000  # of each
     decode_cache: bool = True  # what decode holds stays there as cache
     fetches: bool = True  # blocks from who holds them, instead of computing: our policy alone does
+    line: bool = False  # whether requests wait at the router and are refused: ours alone does that
     index_lag_s: float = 0.0
     faults: tuple[Fault, ...] = ()
     seed: int = 0

@@ -88,6 +88,13 @@ def replay(
     decode_cache: Annotated[
         bool, typer.Option(help="Whether decode keeps what it held as cache, as it does.")
     ] = True,
+    line: Annotated[
+        bool,
+        typer.Option(
+            help="Whether requests wait at the router and are refused, as they are; `ours` alone"
+            " does that."
+        ),
+    ] = False,
     fetch: Annotated[
         bool,
         typer.Option(help="Whether blocks may be fetched from who holds them, as they are."),
@@ -99,7 +106,7 @@ def replay(
     step_ms: StepMs = None,
     step_ms_per_sequence: StepMsPerSequence = None,
     index_lag: Annotated[
-        float, typer.Option(min=0, max=2, help="Seconds until the index hears of a block.")
+        float, typer.Option(min=0, help="Seconds until the index hears of a block.")
     ] = 0.0,
     fault: Annotated[
         list[str] | None,
@@ -133,6 +140,7 @@ def replay(
         decode_tokens=decode_tokens,
         decode_cache=decode_cache,
         fetches=fetch,
+        line=line,
         index_lag_s=index_lag,
         faults=tuple(parse_fault(each) for each in fault or []),
         seed=seed,

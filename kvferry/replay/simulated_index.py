@@ -1,10 +1,11 @@
-"""An index that hears of blocks some time after they are there, and that can be lost.
+"""An index that can be lost, and news of blocks that come late.
 
 While it is lost every call of workers and routers fails, as over a closed connection; when it comes
 back it is empty. Only epochs go on, as they follow Redis's clock.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from prefix_index.index import (
     BlockEvent,
@@ -21,12 +22,30 @@ from prefix_index.index import (
 from prefix_index.memory_index import MemoryIndex
 
 
-class SimulatedIndex:
-    """`lag_s` must be well below the lease: a worker that waits here renews nothing meanwhile."""
+class LateNews:
+    """What a worker has to say, as an announcer asks for it: its load at once, its blocks late."""
 
-    def __init__(self, clock: Clock, lag_s: float = 0.0) -> None:
+    def __init__(
+        self, source: Callable[[], tuple[Load, Sequence[BlockEvent]]], clock: Clock, lag_s: float
+    ) -> None:
+        self._source = source
         self._clock = clock
         self._lag_s = lag_s
+        self._held: deque[tuple[float, Sequence[BlockEvent]]] = deque()
+
+    def __call__(self) -> tuple[Load, Sequence[BlockEvent]]:
+        load, events = self._source()
+        now, due = self._clock.now(), list[BlockEvent]()
+        if events:
+            self._held.append((now, events))
+        while self._held and self._held[0][0] <= now - self._lag_s:
+            due += self._held.popleft()[1]
+        return load, due
+
+
+class SimulatedIndex:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._lost = False
         self._last_epoch = 0
         self._inner = MemoryIndex(clock)
@@ -71,8 +90,6 @@ class SimulatedIndex:
         sequence: int | None = None,
         known: Residency | None = None,
     ) -> None:
-        if self._lag_s:
-            await self._clock.sleep(self._lag_s)
         await self._reached().publish(worker, epoch, events, sequence, known)
 
     async def clear(self, worker: str, epoch: int, sequence: int | None = None) -> int:

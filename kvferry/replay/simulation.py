@@ -20,6 +20,7 @@ from kvcache.block_hash import BlockHash, Namespace, index_key
 from kvferry.errors import CommandError
 from kvferry.replay.crew import Crew, unit_tokens
 from kvferry.replay.decode_replica import DecodeReplica, Place
+from kvferry.replay.gate import MAX_TOKENS, Gate
 from kvferry.replay.life import LifeOver
 from kvferry.replay.options import Options
 from kvferry.replay.outcome import Decision, Failed, Outcome, Served
@@ -32,6 +33,7 @@ from prefix_index.index import Role
 from prefix_index.mirror import Mirror
 from router import policy, ways
 from router.entrance import Bounds
+from router.errors import RequestFailed
 from router.fleet import Fleet
 from router.forecast import forecast
 from router.hit_rate import HitRate, account
@@ -41,7 +43,6 @@ from router.sightings import Sightings
 from router.snapshot import Asked, Snapshot
 
 NOBODY_POLL_S = 0.05
-MAX_TOKENS = 1 << 16  # that a client asks for: the router does not know how long an answer gets
 
 
 def replay(trace: Trace, options: Options, progress: Callable[[], None] = lambda: None) -> Outcome:
@@ -121,8 +122,9 @@ class _Simulation:
         self._bounds = Bounds()
         ours = options.policy is Policy.OURS
         self._weights = ways.Weights(fetches=options.fetches and ours)
+        self._gate: Gate | None = None
         self._sessions = Sessions(self._clock)
-        self._sightings = Sightings(self._clock, lag_s=1.5 + options.index_lag_s)
+        self._sightings = Sightings(self._clock)
         self.decisions: list[Decision] = []
         self.ended_at = 0.0
 
@@ -137,6 +139,8 @@ class _Simulation:
             journal(io.StringIO()),
             sightings=self._sightings,
         )
+        if self._options.line and self._options.policy is Policy.OURS:
+            self._gate = Gate(self._fleet, self._clock, self._bounds, self._weights)
         await self.crew.start()
         following = asyncio.create_task(mirror.run())
         everybody = self._options.num_replicas + self._options.num_decodes
@@ -148,6 +152,8 @@ class _Simulation:
             return await self._serve_all()
         finally:
             self._fleet.check()
+            if self._gate is not None:
+                self._gate.check()
             for task in (*faults, following):
                 task.cancel()
             await self.crew.stop()
@@ -174,7 +180,10 @@ class _Simulation:
         names = [index_key(name) for name in arrival.names]
         attempts = 0
         while True:
-            made = self._choose(number, arrival, names, attempts + 1, without)
+            try:
+                made = await self._next(number, arrival, names, attempts + 1, without)
+            except RequestFailed as refusal:
+                return Failed(number, f"refused: {refusal.reason}")
             if made is None:
                 waited_s = self._clock.now() - started
                 if attempts or waited_s >= self._bounds.admission_wait_s:
@@ -210,7 +219,7 @@ class _Simulation:
         without[lost] = str(error)
         self._fleet.doubts.add(lost, str(error))
 
-    def _choose(
+    async def _next(
         self,
         number: int,
         arrival: Arrival,
@@ -218,8 +227,24 @@ class _Simulation:
         attempt: int,
         without: dict[Any, str],
     ) -> _Try | None:
-        """As the router's handler does: those in doubt are asked where nobody else is left."""
+        """At first the router's entrance may make it wait. Raises RequestFailed."""
         key = self._salted(names[-1] if names else number.to_bytes(16, "little"))
+        num_tokens = -(-arrival.num_tokens // self._unit)
+        if self._gate is None or attempt > 1:
+            return self._choose(number, arrival, names, attempt, without, key)
+        judged = await self._gate.let_in(number, arrival, num_tokens, names, key)
+        return self._decided(number, arrival, names, attempt, judged.snapshot, judged.decision)
+
+    def _choose(
+        self,
+        number: int,
+        arrival: Arrival,
+        names: Sequence[BlockHash],
+        attempt: int,
+        without: dict[Any, str],
+        key: bytes,
+    ) -> _Try | None:
+        """As the router's handler does: those in doubt are asked where nobody else is left."""
         num_tokens = -(-arrival.num_tokens // self._unit)
 
         def named(_namespace: Namespace, _block_size: int) -> Sequence[BlockHash]:
@@ -237,7 +262,20 @@ class _Simulation:
                 break
         else:
             return None
+        return self._decided(number, arrival, names, attempt, snapshot, decision)
+
+    def _decided(
+        self,
+        number: int,
+        arrival: Arrival,
+        names: Sequence[BlockHash],
+        attempt: int,
+        snapshot: Snapshot,
+        decision: ways.Decision,
+    ) -> _Try:
+        """Into the log."""
         chosen = decision.chosen
+        assert chosen is not None
         self.decisions.append(
             Decision(
                 number,
@@ -341,6 +379,8 @@ class _Simulation:
         prefill_name = chosen.prefill.name if chosen.prefill else ""
         tenant = arrival.tenant.encode()
         self._sessions.note(tenant, arrival.session, prefill_name, chosen.decode.name)
+        if self._gate is not None:
+            self._gate.ended(number, arrival.output_tokens, prefill_name, chosen.decode.name)
         self._fleet.doubts.clear(computing.record.instance)
         had_tokens = fetched.had_blocks * self._trace.block_tokens
         came = fetched.num_blocks * self._trace.block_tokens

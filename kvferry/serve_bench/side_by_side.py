@@ -73,6 +73,7 @@ async def compared(
         num_replicas=settings.num_prefill,
         cache_tokens=prefill.num_blocks * prefill.block_size,
         load=None,
+        fetches=settings.router.fetch_blocks,
         num_decodes=settings.num_decode,
         decode_tokens=decode.num_blocks * decode.block_size,
         seed=seed,

@@ -485,3 +485,20 @@ def test_whatever_may_be_fetched_the_chosen_way_is_the_cheapest_of_all(
     assert decision.chosen is not None
     costs = [each.terms.cost_ms for each in decision.candidates if not each.refused]
     assert decision.chosen.terms.cost_ms == pytest.approx(min(costs), abs=0.2)
+
+
+def test_blocks_in_host_memory_cost_their_way_back_and_still_beat_computing() -> None:
+    """3 MB at 100 kB a ms: 30 ms, of which a queue of 20 hides as much."""
+    slowly = Weights(host_bytes_per_ms=1e5)
+    here, beside = prefill("here", matched_blocks=30), prefill("beside", matched_blocks=30)
+    swapped = replace(beside, host_blocks=30)
+    fleet = Replicas([swapped, here, prefill("cold")], [decode()])
+    decision = choose(PROMPT, fleet, weights=slowly)
+    assert names(decision) == ("here", "d0")
+    assert candidate(decision, "beside").terms.fetch_ms == pytest.approx(30)
+    busy = replace(swapped, queued_tokens=20)
+    decision = choose(PROMPT, Replicas([busy, prefill("cold")], [decode()]), weights=slowly)
+    assert names(decision) == ("beside", "d0")
+    assert candidate(decision, "beside").terms.fetch_ms == pytest.approx(10)
+    alone = choose(PROMPT, Replicas([], [decode(matched_blocks=30, host_blocks=30)]), None, slowly)
+    assert candidate(alone, "").terms.fetch_ms == pytest.approx(30)

@@ -43,7 +43,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
             "num_prefill": 3,
             "num_decode": 1,
             "state_dir": tmp_path_factory.mktemp("state"),
-            "router": {"http_port": free_port(), "grpc_port": free_port()},
+            "router": {
+                "http_port": free_port(),
+                "grpc_port": free_port(),
+                "fetch_blocks": False,  # what a fetch takes nobody has measured before
+            },
             "prefill": {"num_blocks": 64},
             "decode": {"num_blocks": 128, "tp": 1},
         }

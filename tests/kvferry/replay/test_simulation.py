@@ -269,3 +269,43 @@ def test_a_session_stays_where_it_was(tmp_path: Path) -> None:
     anywhere = replace(trace, arrivals=tuple(replace(each, session="") for each in trace.arrivals))
     homes = [{each.prefill for each in replay(each, options).served} for each in (trace, anywhere)]
     assert len(homes[0]) == 1 and len(homes[1]) > 1
+
+
+def test_in_a_crowd_requests_wait_at_the_router_and_who_would_wait_too_long_is_refused(
+    trace: Trace,
+) -> None:
+    """Nearly all come at once."""
+    crowded = replace(SMALL, load=50.0)
+    free, lined = (replay(trace, replace(crowded, line=line)) for line in (False, True))
+    assert not free.failed and len(free.served) == 600
+    assert lined.failed and {each.reason for each in lined.failed} == {"refused: overloaded"}
+    assert len(lined.served) + len(lined.failed) == 600
+    assert lined.ttft_ms(0.9) < free.ttft_ms(0.9)
+
+
+def test_in_line_a_tenant_that_floods_it_keeps_nobody_else_waiting(trace: Trace) -> None:
+    flood = tuple(
+        replace(each, tenant="flood" if number % 10 else "calm")
+        for number, each in enumerate(trace.arrivals)
+    )
+    options = replace(SMALL, load=50.0, line=True)
+    outcome = replay(replace(trace, arrivals=flood), options)
+
+    def refused(tenant: str) -> float:
+        mine = {number for number, each in enumerate(flood) if each.tenant == tenant}
+        return sum(each.request in mine for each in outcome.failed) / len(mine)
+
+    assert refused("calm") == 0 < refused("flood")
+
+
+def test_a_prefix_is_fetched_from_its_holder_where_that_takes_less_than_computing(
+    trace: Trace, outcomes: dict[Policy, Outcome]
+) -> None:
+    """At 150 %, where queues are long; in 13 us a token, against 100 of computing."""
+    crowded = replace(SMALL, load=1.5, speeds=Speeds(fetch_bytes_per_ms=1e7))
+    always, never = (replay(trace, replace(crowded, fetches=each)) for each in (True, False))
+    assert always.hit_rate.fetched > 0 == never.hit_rate.fetched
+    assert always.hit_rate.spared > never.hit_rate.spared
+    assert always.ttft_ms() < 0.9 * never.ttft_ms()
+    assert len(always.served) == 600
+    assert outcomes[Policy.OURS].hit_rate.fetched == 0, "no quicker than computing, at 1 GB/s"
