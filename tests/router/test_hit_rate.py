@@ -43,18 +43,29 @@ def test_a_worker_that_held_more_than_the_index_knew_raises_the_numbers_above() 
 
 def test_what_was_fetched_is_no_hit_and_no_loss_wherever_it_was_held() -> None:
     """It follows what was delivered; 200 tokens reach into what only another worker held."""
-    numbers = {"prompt": 1000, "oracle": 800, "available": 500, "captured": 400, "promised": 350}
+
+    def numbers(fetched: int) -> HitRate:
+        return account(
+            prompt=1000,
+            oracle=800,
+            available=500,
+            captured=400,
+            promised=350,
+            delivered=300,
+            fetched=fetched,
+        )
+
     for fetched, lost in (
         (30, {Loss.LOAD: 100, Loss.PAIR: 50, Loss.STALE: 20}),
         (80, {Loss.LOAD: 100, Loss.PAIR: 20}),
         (150, {Loss.LOAD: 50}),
         (200, {}),
     ):
-        rate = account(**numbers, delivered=300, fetched=fetched)
+        rate = numbers(fetched)
         assert rate.chain() == (1000, 800, 500, 400, 350, 300)
         assert (rate.fetched, rate.spared) == (fetched, 300 + fetched)
         assert rate.lost == {Loss.NEW: 200, Loss.EVICTED: 300, **lost}
-    more = account(**numbers, delivered=300, fetched=260)
+    more = numbers(260)
     assert (more.available, more.lost) == (560, {Loss.NEW: 200, Loss.EVICTED: 240})
 
 

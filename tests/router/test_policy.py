@@ -413,7 +413,8 @@ def test_a_prefix_that_waits_elsewhere_is_fetched_where_that_costs_less_than_com
     assert decision.chosen is not None and decision.chosen.fetch is not None
     fetch, terms = decision.chosen.fetch, decision.chosen.terms
     assert (fetch.holder.name, fetch.num_blocks, fetch.num_tokens) == ("warm", 30, 480)
-    assert (terms.fetch_ms, terms.compute_ms, fetch.saved_ms) == (pytest.approx(32), 520, 480)
+    assert terms.fetch_ms == pytest.approx(32)
+    assert (terms.compute_ms, fetch.saved_ms) == (520, 480)
     assert terms.ttft_ms == pytest.approx(32 + 520)
     assert terms.cost_ms == pytest.approx(sum(terms.named().values()))
     listed = [str(each) for each in decision.candidates]

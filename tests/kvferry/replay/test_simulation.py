@@ -122,16 +122,20 @@ def test_a_replica_that_dies_costs_retries_and_no_request(trace: Trace) -> None:
     assert late and not any(each.candidate.startswith("prefill-1") for each in late)
 
 
-def test_a_slow_index_costs_little_where_the_router_knows_what_it_sent(trace: Trace) -> None:
-    prompt, slow = (replay(trace, replace(SMALL, index_lag_s=lag)) for lag in (0.0, 2.0))
+def test_an_index_that_hears_late_costs_the_reuse_of_what_it_has_not_heard_of_and_no_more(
+    trace: Trace, outcomes: dict[Policy, Outcome]
+) -> None:
+    """The next prompt of a session comes some seconds after the last; the trace takes 75 s. What the
+    router itself has just sent it knows.
+    """
+    prompt = outcomes[Policy.OURS]
+    slow, late = (replay(trace, replace(SMALL, index_lag_s=lag)) for lag in (2.0, 60.0))
     assert delivered(slow) > 0.97 * delivered(prompt)
-    for each in slow.served:
+    assert 0.45 * delivered(prompt) < delivered(late) < delivered(slow)
+    assert late.ttft_ms() > prompt.ttft_ms()
+    for each in (*slow.served, *late.served):
         each.hit_rate.check()
-
-    def late(outcome: Outcome) -> int:
-        return sum(outcome.hit_rate.lost.get(loss, 0) for loss in (Loss.LAG, Loss.STALE))
-
-    assert late(slow) > late(prompt)
+    assert len(late.served) == 600 and late.imbalance < 1.25
 
 
 def test_an_impossible_size_is_refused_with_the_figures(trace: Trace) -> None:
