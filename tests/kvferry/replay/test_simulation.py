@@ -125,7 +125,7 @@ def test_a_replica_that_dies_costs_retries_and_no_request(trace: Trace) -> None:
 def test_an_index_that_hears_late_costs_the_reuse_of_what_it_has_not_heard_of_and_no_more(
     trace: Trace, outcomes: dict[Policy, Outcome]
 ) -> None:
-    """The next prompt of a session comes some seconds after the last; the trace takes 75 s. What the
+    """A session's next prompt comes some seconds after its last; the trace takes 75 s. What the
     router itself has just sent it knows.
     """
     prompt = outcomes[Policy.OURS]
