@@ -27,6 +27,7 @@ class Options:
     cache_tokens: int = 1_000_000  # of each
     load: float | None = 0.8  # of what computing everything would take; None: as recorded
     num_decodes: int = 2
+    num_routers: int = 1  # requests go to each in turn
     decode_tokens: int = 8_000_000  # of each
     decode_cache: bool = True  # what decode holds stays there as cache
     fetches: bool = True  # blocks from who holds them, instead of computing: our policy alone does

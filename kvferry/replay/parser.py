@@ -84,6 +84,9 @@ def replay(
         ),
     ] = None,
     decodes: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
+    routers: Annotated[
+        int, typer.Option(min=1, help="Requests go to each in turn; they share the index alone.")
+    ] = 1,
     decode_tokens: Annotated[int, typer.Option(min=1, help="Cache of each.")] = 8_000_000,
     decode_cache: Annotated[
         bool, typer.Option(help="Whether decode keeps what it held as cache, as it does.")
@@ -137,6 +140,7 @@ def replay(
         cache_tokens=cache_tokens,
         load=load,
         num_decodes=decodes,
+        num_routers=routers,
         decode_tokens=decode_tokens,
         decode_cache=decode_cache,
         fetches=fetch,

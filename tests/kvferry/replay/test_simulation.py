@@ -313,3 +313,12 @@ def test_a_prefix_is_fetched_from_its_holder_where_that_takes_less_than_computin
     assert always.ttft_ms() < 0.9 * never.ttft_ms()
     assert len(always.served) == 600
     assert outcomes[Policy.OURS].hit_rate.fetched == 0, "no quicker than computing, at 1 GB/s"
+
+
+def test_two_routers_that_share_the_index_alone_reuse_what_one_does_and_pile_up_nothing(
+    trace: Trace, outcomes: dict[Policy, Outcome]
+) -> None:
+    one, two = outcomes[Policy.OURS], replay(trace, replace(SMALL, num_routers=2))
+    assert delivered(two) >= 0.95 * delivered(one)
+    assert two.imbalance <= 1.15
+    assert len(two.served) == 600
