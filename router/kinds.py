@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import TypeVar
 
+from prefix_index.index import Role
 from router.curves import MEGA, DecodeCurve, LinkCurve, PrefillCurve
 from router.worker import UNTRIED, Link, Worker
 
@@ -27,9 +28,11 @@ Curve = TypeVar("Curve")
 def compare(workers: Iterable[Worker]) -> None:
     """Set what each worker is taken for: `curve`, `steps` and `dispatch_ms`."""
     fit = sorted((each for each in workers if not each.unfit), key=lambda each: each.name)
-    seen = _mean([curve for each in fit if (curve := each.fitted_curve)])
-    for worker in fit:
-        worker.usual = seen
+    for role in Role:
+        alike = [each for each in fit if each.record.role is role]
+        seen = _mean([curve for each in alike if (curve := each.fitted_curve)])
+        for worker in alike:
+            worker.usual = seen
     usual = _usual_curve(fit)
     prompts: list[tuple[PrefillCurve, tuple[float, ...]]] = []
     steps: list[tuple[DecodeCurve, tuple[float, ...]]] = []

@@ -75,7 +75,7 @@ class Worker:
     _decode: DecodeFit | None = None
     dispatch: DispatchFit = field(default_factory=DispatchFit)
     curve: PrefillCurve = UNKNOWN  # what it is taken for; see `kinds`
-    usual: PrefillCurve | None = None  # what prompts were seen to take the others
+    usual: PrefillCurve | None = None  # what prompts were seen to take others of its role
     steps: DecodeCurve | None = None
     dispatch_ms: float = 0.0
     _ahead: "dict[Booking, None]" = field(default_factory=dict)  # in order; the first is computed

@@ -435,6 +435,30 @@ def test_a_curve_is_fitted_to_what_workers_say_they_took(bench: Bench) -> None:
     assert bench.snapshot().replicas.prefills[1].compute_ms(200, 0) == replica.compute_ms(200, 0)
 
 
+def test_a_hiccup_in_its_warm_up_does_not_keep_a_worker_from_being_asked_at_all(
+    bench: Bench,
+) -> None:
+    """It reports a hundred times what the other was found to take, and is taken for four times."""
+    bench.show(record("prefill-0"), record("decode-0"))
+    prefill, decode = bench.fleet.workers
+    for tokens in (100, 1000, 200, 3000, 500) * 5:
+        booking = bench.fleet.book(prefill, decode, tokens)
+        booking.computed_in(0.0, 10.0 + tokens, 0)
+        booking.close()
+    load = replace(IDLE, prefill_ms_per_token=100.0)
+    bench.show(record("prefill-0"), record("prefill-1", load=load), record("decode-0"))
+    usual, hiccup = bench.snapshot().replicas.prefills
+    assert usual.compute_ms(1000, 0) == pytest.approx(1010, rel=0.05)
+    assert hiccup.compute_ms(1000, 0) == pytest.approx(4 * usual.compute_ms(1000, 0), rel=0.01)
+    new = next(each for each in bench.fleet.workers if each.name == "prefill-1")
+    booking = bench.fleet.book(new, decode, 100)
+    booking.computed_in(0.0, 110.0, 0)
+    booking.close()
+    bench.clock.advance(1.0)
+    found = bench.snapshot().replicas.prefills[1].compute_ms(1000, 0)
+    assert found == pytest.approx(1010, rel=0.5)
+
+
 def test_a_decode_steps_curve_is_fitted_to_what_reports_say_of_steps(bench: Bench) -> None:
     def load(sequences: float, context: float) -> Load:
         step_ms = 10 + 0.5 * sequences + 0.001 * context

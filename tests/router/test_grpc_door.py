@@ -180,6 +180,27 @@ async def test_overload_carries_a_retry_hint(cluster: FakeCluster) -> None:
     await cluster.check()
 
 
+@pytest.mark.timed
+async def test_a_client_that_pings_every_ten_seconds_keeps_its_connection(
+    cluster: FakeCluster,
+) -> None:
+    """As clients in Go do, also while they have no call. A server of gRPC's own defaults hangs up
+    after the third ping.
+    """
+    await cluster.add_pair()
+    await cluster.grpc_stub()
+    options = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_permit_without_calls", 1)]
+    options += [("grpc.http2.max_pings_without_data", 0)]
+    address = f"127.0.0.1:{cluster.door.port}"
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        await channel.channel_ready()
+        states = [channel.get_state()]
+        for _ in range(45):
+            await asyncio.sleep(1.0)
+            states.append(channel.get_state())
+        assert set(states) == {grpc.ChannelConnectivity.READY}
+
+
 async def test_health_follows_readiness_and_liveness_stays(cluster: FakeCluster) -> None:
     await cluster.grpc_stub()
     health = health_pb2_grpc.HealthStub(cluster.channel)
