@@ -4,8 +4,8 @@ The Mooncake conversation trace over 8 replicas of 1.0M tokens, at 80 % of what 
 without any reuse, and at 110 %. Decode keeps no cache here and nothing is fetched from one cache
 into another, so that eight caches are eight.
 `make bench-replay ARGS=PATH/conversation_trace.jsonl` runs it. With `more` after the path it shows
-what an index costs that hears of blocks late, whether two routers do as well as one, and what fetching
-brings.
+what an index costs that hears of blocks late, whether two routers do as well as one, and what
+fetching brings.
 """
 
 import sys
