@@ -1,7 +1,8 @@
 /* A step of a decoder of the Llama family, all of it but what ranks and callers do in between.
  *
  *   BEGIN    embed the tokens (where no other rank has a part in it), turn positions into angles
- *   WRITE    norm, q, k and v; rotate; write K and V of the layer into the pool
+ *   PROJECT  norm, q, k and v
+ *   WRITE    rotate; write K and V of the layer into the pool
  *   ATTEND   attention over the pool, and its output product
  *   FEED     norm, gate and up, down
  *   FINISH   norm and logits
@@ -19,7 +20,7 @@
 #include "matrix.h"
 #include "team.h"
 
-enum { BEGIN = 1, WRITE = 2, ATTEND = 4, FEED = 8, FINISH = 16 };
+enum { BEGIN = 1, WRITE = 2, ATTEND = 4, FEED = 8, FINISH = 16, PROJECT = 32 };
 
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [width] */
@@ -149,11 +150,15 @@ static void write_row(const job *j, int64_t row) {
     }
 }
 
-static void write(const job *j, team *t) {
+static void project(const job *j, team *t) {
     const layer *own = &j->of->layers[j->layer];
     step *s = j->at;
     add_and_norm(j, own->attention_norm, t);
     multiply(own->qkv, s->h, s->num_rows, s->qkv, 0, s->scratch, t);
+}
+
+static void write(const job *j, team *t) {
+    step *s = j->at;
     for (int64_t row; (row = team_next(t)) < s->num_rows;) write_row(j, row);
     team_meet(t);
 }
@@ -252,12 +257,13 @@ static void run(team *t, int member, void *about) {
         add_and_norm(j, of->final_norm, t);
         multiply(of->lm_head, s->h, s->num_rows, s->logits, 0, s->scratch, t);
     }
-    if (j->what & WRITE) {
-        job next = *j;
-        next.layer += (j->what & FEED) != 0; /* the one after the layer that was just fed */
-        write(&next, t);
+    job next = *j;
+    next.layer += (j->what & FEED) != 0; /* the one after the layer that was just fed */
+    if (j->what & PROJECT) {
+        project(&next, t);
         leave(j, t, member, NULL, 0);
     }
+    if (j->what & WRITE) write(&next, t);
 }
 
 void decoder_run(team *t, const decoder *of, step *at, int64_t layer, int64_t what) {

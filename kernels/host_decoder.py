@@ -54,6 +54,7 @@ class Part(IntFlag):
     ATTEND = 4
     FEED = 8
     FINISH = 16
+    PROJECT = 32
 
 
 class Matrix(ctypes.Structure):

@@ -4,7 +4,7 @@ It takes over where weights, activations and cache are fp32 and every matrix has
 kernel can multiply by; see `kernels.host_decoder`. What a step works in is kept for the next one.
 
 T new tokens, S sequences, B blocks of the longest table, R rows whose logits are wanted, E hidden
-size, V of the vocabulary.
+size, V of the vocabulary, Q width of q, k and v together.
 """
 
 import ctypes
@@ -28,9 +28,10 @@ from model.panel_linear import HostLinear
 from model.vocabulary_shard import VocabularyShard
 from model.weights import DecoderWeights, LayerWeights
 
-FIRST = Part.BEGIN | Part.WRITE
-LAYER = Part.ATTEND | Part.FEED | Part.WRITE  # and the beginning of the next
+OPEN = Part.PROJECT | Part.WRITE
+LAYER = Part.ATTEND | Part.FEED | OPEN  # and the beginning of the next
 LAST = Part.ATTEND | Part.FEED | Part.FINISH
+PROJECTED = 256  # tokens at a time
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
@@ -45,7 +46,12 @@ class CpuDecoder:
         weights: DecoderWeights,
         spec: CacheSpec,
         team: Team,
+        num_known: int = 0,
     ) -> None:
+        """What the first layer's q, k and v are before rotation depends on the token alone: of the
+        first `num_known` of the vocabulary they are computed in the first step, in which all ranks
+        take part, and kept.
+        """
         assert head_map.tp == comm.size
         self.config = config
         self.spec = spec
@@ -56,22 +62,31 @@ class CpuDecoder:
         self._decoder = _describe(config, head_map, comm, weights)
         self._buffers = _Buffers(self._decoder)
         self._pools: tuple[KvStore, Any] | None = None
+        self._num_known = min(num_known, config.vocab_size)
+        self._known_VQ: Tensor | None = None
+
+    @property
+    def known_bytes(self) -> int:
+        """Of what is kept of the first layer."""
+        return 0 if self._known_VQ is None else self._known_VQ.nbytes
 
     @torch.no_grad()
     def forward(self, batch: Batch, store: KvStore, on_layer: OnLayer) -> Tensor | None:
+        if self._num_known and self._known_VQ is None:
+            self._known_VQ = self._project(self._num_known)
         step = self._step(batch, store)
         alone, last = self._comm.size == 1, self.config.num_layers - 1
         if not alone:
             x_TE = self._vocabulary.embed(self._weights.embedding, batch.token_ids_T)
             self._buffers.x_TE[: len(x_TE)] = x_TE
-        self._run(step, 0, FIRST)
+        self._run(step, 0, Part.BEGIN | (Part.WRITE if self._take_known(batch) else OPEN))
         on_layer(0)
         for layer in range(last):
             if alone:
                 self._run(step, layer, LAYER)
             else:
                 self._layer_with_others(step, layer)
-                self._run(step, layer + 1, Part.WRITE)
+                self._run(step, layer + 1, OPEN)
             on_layer(layer + 1)
         if not step.num_wanted:
             return self._vocabulary.no_logits(torch.device("cpu"))
@@ -85,6 +100,31 @@ class CpuDecoder:
             self._run(step, last, Part.FINISH)
         del kept  # until here the structures pointed into it
         return self._vocabulary.gather(logits_RV)
+
+    def _project(self, num_known: int) -> Tensor:
+        buffers = self._buffers
+        known_VQ = torch.empty(num_known, buffers.qkv_TQ.shape[1])
+        for first in range(0, num_known, PROJECTED):
+            ids_T = torch.arange(first, min(first + PROJECTED, num_known))
+            buffers.make_room(len(ids_T), 0)
+            step = Step(num_rows=len(ids_T), token_ids=ids_T.data_ptr(), positions=ids_T.data_ptr())
+            buffers.enter(step)
+            buffers.make_scratch(self._team.scratch_bytes(self._decoder, step))
+            step.scratch = buffers.scratch.data_ptr()
+            if self._comm.size > 1:
+                x_TE = self._vocabulary.embed(self._weights.embedding, ids_T)
+                buffers.x_TE[: len(x_TE)] = x_TE
+            self._run(step, 0, Part.BEGIN | Part.PROJECT)
+            known_VQ[ids_T] = buffers.qkv_TQ[: len(ids_T)]
+        return known_VQ
+
+    def _take_known(self, batch: Batch) -> bool:
+        """The first layer's q, k and v from what is kept, if all of the step's are."""
+        ids_T, known_VQ = batch.token_ids_T, self._known_VQ
+        if known_VQ is None or int(ids_T.max()) >= len(known_VQ):
+            return False
+        torch.index_select(known_VQ, 0, ids_T, out=self._buffers.qkv_TQ[: len(ids_T)])
+        return True
 
     def _run(self, step: Step, layer: int, parts: Part) -> None:
         self._team.run(self._decoder, step, layer, parts)
@@ -171,7 +211,7 @@ class _Buffers:
 
     def enter(self, step: Step) -> None:
         step.x, step.sum, step.h = (t.data_ptr() for t in (self.x_TE, self.sum_TE, self._h))
-        step.qkv, step.attended = self._qkv.data_ptr(), self._attended.data_ptr()
+        step.qkv, step.attended = self.qkv_TQ.data_ptr(), self._attended.data_ptr()
         step.inner, step.angles = self._inner.data_ptr(), self._angles.data_ptr()
         step.kept = self._kept.data_ptr()
 
@@ -180,7 +220,7 @@ class _Buffers:
         heads = decoder.num_query_heads * decoder.head_dim
         inner = decoder.middle * (1 if self._layer.gate_up.contents.paired else 3)
         self.x_TE, self.sum_TE, self._h = (torch.empty(rows, decoder.width) for _ in range(3))
-        self._qkv = torch.empty(rows, self._layer.qkv.contents.out_width)
+        self.qkv_TQ = torch.empty(rows, self._layer.qkv.contents.out_width)
         self._attended = torch.empty(rows, heads)
         self._inner = torch.empty(rows, inner)
         self._angles = torch.empty(rows, decoder.head_dim)

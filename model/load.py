@@ -34,6 +34,7 @@ def load(
     comm: Comm,
     device: torch.device | str,
     form: WeightForm = "dense",
+    num_known: int = 0,
 ) -> Model:
     """Rank `comm.rank`'s model; dense weights and cache are of one dtype."""
     if isinstance(config, ChecksumConfig):
@@ -48,12 +49,14 @@ def load(
         make_dense = partial(PanelLinear, kernel, team, narrow=form == "bf16")
         weights = read_weights(config, tensors, shard, device, dtype, make_dense, form)
         if fits(config, weights):
-            return CpuDecoder(config, head_map, comm, weights, spec, team)
+            return CpuDecoder(config, head_map, comm, weights, spec, team, num_known)
         if any(config.windows):
             log.warning("layers with a sliding window are computed by torch, slower")
     else:
         make_plain = rounded_by_torch if form == "bf16" else dense_by_torch
         weights = read_weights(config, tensors, shard, device, dtype, make_plain, form)
+    if num_known:
+        log.warning("the first layer of known tokens is not kept: torch computes the decoder")
     on_device = torch.device(device).type == "cuda" and comm.queued
     overlap_rows = OVERLAP_ROWS if on_device else 0
     decoder = Decoder(config, head_map, comm, weights, spec, overlap_rows)

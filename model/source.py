@@ -114,16 +114,18 @@ class ModelSource:
         dtype: str = "float32",
         block_size: int = 16,
         weights: WeightForm = "dense",
+        num_known: int = 0,
     ) -> "Model":
         """One rank's share of the model; imports torch, and reads this rank's weights only.
 
+        `num_known`: of how many tokens the first layer's projections are kept; see `CpuDecoder`.
         Raises BadModelFile where `weights` is "stored" and the file has no quantised matrix.
         """
         from model.load import load
 
         assert comm.rank == rank and comm.size == head_map.tp
         spec = self.cache_spec(block_size, dtype)
-        return load(self.config, self._tensors, spec, head_map, comm, device, weights)
+        return load(self.config, self._tensors, spec, head_map, comm, device, weights, num_known)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -61,7 +61,14 @@ def build_rank(settings: WorkerSettings, source: ModelSource, comm: Comm) -> Ran
     spec = source.cache_spec(settings.block_size, settings.dtype)
     device = device_of(settings, comm.rank)
     model = source.load(
-        head_map, comm.rank, comm, device, settings.dtype, settings.block_size, settings.weights
+        head_map,
+        comm.rank,
+        comm,
+        device,
+        settings.dtype,
+        settings.block_size,
+        settings.weights,
+        settings.known_tokens,
     )
     try:
         heads, layout = head_map.kv[comm.rank], settings.kv_layout

@@ -40,6 +40,9 @@ class WorkerSettings(BaseModel):
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     weights: WeightForm = "dense"  # all but `dense` on a CPU only
+    # Of the first so many of the vocabulary, q, k and v of the first layer are computed at the
+    # start and kept, in fp32: bench/known_tokens.py says what that takes and brings. On a CPU only.
+    known_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     # Of each rank. 0: its share of the cores; `up` shares them among all ranks that it starts.
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
 
