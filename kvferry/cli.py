@@ -36,11 +36,27 @@ from kvferry.transfer_bench import parser as transfer_parser
 
 app = typer.Typer(
     name="kvferry",
-    help="A serving cluster whose prefill and decode run apart, with the KV cache shipped between.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"kvferry {version('kvferry')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvferry(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """A serving cluster whose prefill and decode run apart, with the KV cache shipped between."""
 
 
 @app.command()

@@ -6,6 +6,7 @@ Each technique makes one of these factors smaller, so their savings multiply. A 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -98,7 +99,8 @@ def geometry_of(workload: Workload) -> Geometry:
     try:
         source = open_model(workload.model)
     except BadModelFile as error:
-        raise CommandError(str(error)) from None
+        more = "" if Path(workload.model).exists() else f"; a plan knows {', '.join(PRESETS)}, too"
+        raise CommandError(f"{error}{more}") from None
     spec = stored_as(source.cache_spec(workload.block_size, "float32"), dtype)
     return Geometry(source.name, source.config.num_query_heads, source.max_context, spec)
 

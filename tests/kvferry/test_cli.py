@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 import time
@@ -30,6 +31,10 @@ def test_help_names_every_command() -> None:
     shown = kvferry("--help")
     assert shown.returncode == 0
     assert {name for name in COMMANDS if f" {name} " in shown.stdout} == COMMANDS
+
+
+def test_the_version_is_said() -> None:
+    assert re.fullmatch(r"kvferry \d+\.\d+\.\d+\n", kvferry("--version").stdout)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

@@ -65,7 +65,7 @@ def test_a_real_model_is_planned_from_its_own_file() -> None:
         (Workload("llama-70b", 10, block_size=3), "block size 3 is not a power of two"),
         (Workload("llama-70b", 10, tp=65), "65"),
         (Workload("llama-70b", 10, share_layers=2, window=5), "full"),
-        (Workload("/nonexistent.gguf", 10), "nonexistent.gguf"),
+        (Workload("/nonexistent.gguf", 10), "nonexistent.gguf .* a plan knows llama-70b, too"),
         (Workload("llama-70b", 10, bytes_per_value=-1), "--bytes-per-value must be .* got -1"),
         (Workload("llama-70b", 10, bytes_per_value=float("nan")), "at most 16, got nan"),
     ],
