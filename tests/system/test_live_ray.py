@@ -45,5 +45,6 @@ async def test_ray_brings_back_a_prefill_worker_killed_under_20_requests(tmp_pat
         )
         assert again.output == outputs[0]
         assert again.usage.journey.prefill == "p0"
-        assert again.usage.journey.prefill_cached_blocks == 0  # nothing of its old life counts
+        journey = again.usage.journey  # nothing of its old life counts, only what it fetched
+        assert 16 * journey.prefill_cached_blocks == journey.fetched_tokens
         await cluster.settled()
