@@ -147,7 +147,6 @@ async def _open(
     over: asyncio.Future[str] = loop.create_future()
     check_device(settings)
     source = await asyncio.to_thread(open_model, settings.model)
-    manifest = manifest_of(settings, source)
     index = RedisIndex(settings.redis_url, clock, prefix=settings.key_prefix)
     stack.push_async_callback(index.close)
     epoch = await index.next_epoch(settings.name)
@@ -155,7 +154,10 @@ async def _open(
 
     ranks = WorkerRanks(spec, settings, identity)
     stack.push_async_callback(asyncio.to_thread, ranks.stop)
+    # The tokenizer, whose fingerprint the manifest holds, is made while the weights are read.
+    naming = asyncio.create_task(asyncio.to_thread(manifest_of, settings, source))
     parts = await asyncio.to_thread(ranks.start, source)
+    manifest = await naming
     ledger = open_ledger(settings, identity, spec.role.value)
     stack.callback(ledger.close)
     side = spec.make_side(
