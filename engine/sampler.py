@@ -64,8 +64,7 @@ def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[Drawn | None]:
             _shape(logits_DV[number], draw)
     best_D = logits_DV.argmax(-1)
     possible_D = sane_R[rows_D] & torch.isfinite(logits_DV.gather(1, best_D[:, None])[:, 0])
-    tokens: list[int] = best_D.tolist()
-    possible: list[bool] = possible_D.tolist()
+    tokens, possible = torch.stack([best_D, possible_D.long()]).tolist()  # one wait for a device
     for kind in (_is_plain, _is_filtered):
         numbers = [i for i, draw in enumerate(draws) if possible[i] and kind(draw.params)]
         if numbers:
