@@ -79,7 +79,7 @@ async def test_the_openai_sdk_raises_its_own_errors(cluster: LiveCluster) -> Non
     async with sdk(cluster) as client:
         with pytest.raises(openai.BadRequestError, match="temperature"):
             await client.completions.create(model="checksum", prompt="hi", temperature=-1)
-        with pytest.raises(openai.BadRequestError, match="gpt-9"):
+        with pytest.raises(openai.NotFoundError, match="gpt-9"):
             await client.completions.create(model="gpt-9", prompt="hi")
 
 
