@@ -44,7 +44,7 @@ def shipping_ms(
     if not num_bytes:
         return 0.0, 0.0, 0.0
     link_ms = link.curve.ms(num_bytes, link.in_flight_bytes)
-    compute_ms = prompt.compute_ms(prefill, fetch.num_tokens if fetch else 0)
+    compute_ms = fetch.compute_ms if fetch else prompt.compute_ms(prefill)
     return link_ms, hides_ms(prompt, compute_ms), _distance_ms(prefill, decode, weights)
 
 
@@ -62,7 +62,7 @@ def pair_terms(
     weights: Weights,
     fetch: Fetch | None = None,
 ) -> Terms:
-    compute_ms = prompt.compute_ms(prefill, fetch.num_tokens if fetch else 0)
+    compute_ms = fetch.compute_ms if fetch else prompt.compute_ms(prefill)
     link_ms, hidden_ms, distance_ms = shipping_ms(prompt, prefill, decode, link, weights, fetch)
     waits_ms = fetch_ms(prompt, prefill, weights, fetch)
     late_ms = late_first_ms(prompt, prefill, waits_ms + compute_ms, weights)

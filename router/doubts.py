@@ -44,7 +44,13 @@ class Doubts:
 
     def why(self, party: Party) -> str:
         """Why the party is left out now; empty when it is not."""
-        doubt = self._doubts.get(party)
-        if doubt is None or (now := self._clock.now()) >= doubt.until:
-            return ""
-        return f"failed {now - doubt.since:.1f} s ago: {doubt.reason}"
+        return self.reasons().get(party, "")
+
+    def reasons(self) -> dict[Party, str]:
+        """Everyone who is left out now, and why."""
+        now = self._clock.now()
+        return {
+            party: f"failed {now - doubt.since:.1f} s ago: {doubt.reason}"
+            for party, doubt in self._doubts.items()
+            if now < doubt.until
+        }

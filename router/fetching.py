@@ -22,10 +22,14 @@ def holders(prompt: Prompt, replicas: Replicas, weights: Weights) -> Sequence[Re
 
 
 def fetch_for(
-    prompt: Prompt, prefill: Replica, known: Sequence[Replica], replicas: Replicas
+    prompt: Prompt,
+    prefill: Replica,
+    compute_ms: float,
+    known: Sequence[Replica],
+    replicas: Replicas,
 ) -> Fetch | None:
     """From the first of the holders `known` that has something it lacks, over a link that can be
-    used; None where computing is as quick.
+    used; None where computing it all is as quick, which takes `compute_ms`.
     """
     for holder in known:
         num_tokens = prompt.fetched_tokens(prefill, holder)
@@ -37,10 +41,12 @@ def fetch_for(
             continue
         num_bytes = num_tokens * prompt.token_bytes
         ms = link.curve.ms(num_bytes, link.in_flight_bytes)
-        saved_ms = prompt.compute_ms(prefill) - prompt.compute_ms(prefill, num_tokens)
+        left_ms = prompt.compute_ms(prefill, num_tokens)
+        saved_ms = compute_ms - left_ms
+        if max(0.0, ms - prefill.queue_ms) >= saved_ms:
+            return None
         num_blocks = prompt.held_tokens(holder) // holder.block_size
-        fetch = Fetch(holder, num_blocks, num_tokens, num_bytes, ms, saved_ms)
-        return fetch if max(0.0, ms - prefill.queue_ms) < saved_ms else None
+        return Fetch(holder, num_blocks, num_tokens, num_bytes, ms, left_ms, saved_ms)
     return None
 
 

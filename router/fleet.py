@@ -8,8 +8,10 @@
 Everything booked on a worker is booked and returned here, and `check()` proves the books.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 import grpc.aio
@@ -76,6 +78,7 @@ class Fleet:
         self._compared_at = clock.now()
         self._compared: set[str] = set()  # instances
         self._sides: tuple[dict[str, Worker], dict[str, Worker]] = ({}, {})  # prefill's, decode's
+        self._shapes: Mapping[tuple[str, int], Sequence[Worker]] = {}
         self._untried = self._fastest = UNTRIED
         self._links: dict[tuple[str, str], Link] = {}  # by pair of instances
         self._unfetched = UNFETCHED
@@ -163,11 +166,8 @@ class Fleet:
         heard of yet.
         """
         self.refresh()
-        excluded = without or {}
-
-        def refused(party: Party) -> str:
-            return excluded.get(party, "") or ("" if trusting else self.doubts.why(party))
-
+        refused = {} if trusting else self.doubts.reasons()
+        refused.update(without or {})
         self._compare_workers()
         matched = self._matches(names)
         for instance, kept_tokens in (kept or {}).items():
@@ -234,11 +234,21 @@ class Fleet:
             self._unfetched = compare_links(self._fetches, UNFETCHED)
             self._compared_at, self._compared = now, set(self._workers)
             self._sides = self._side(Role.PREFILL), self._side(Role.DECODE)
+            self._shapes = self._by_shape()
 
     def _side(self, role: Role) -> dict[str, Worker]:
         """By name, in order; of two lives seen at once, the later one."""
         chosen = sorted(self._workers.values(), key=lambda each: (each.name, each.record.epoch))
         return {each.name: each for each in chosen if each.record.role is role}
+
+    def _by_shape(self) -> dict[tuple[str, int], list[Worker]]:
+        """Those that fit, by how they name blocks and how large their blocks are."""
+        found = defaultdict[tuple[str, int], list[Worker]](list)
+        for worker in chain(*(side.values() for side in self._sides)):
+            if not worker.unfit:
+                manifest = worker.record.manifest
+                found[manifest.namespace, manifest.block_size].append(worker)
+        return found
 
     def _link(self, prefill: Worker, decode: Worker) -> Link:
         pair = (prefill.record.instance, decode.record.instance)
@@ -284,24 +294,19 @@ class Fleet:
         self._log.info("worker.gone", worker=worker.name, reason=reason)
 
     def _matches(self, names: BlockNames) -> dict[str, Match]:
-        """How much of the prompt each worker holds, by worker name."""
+        """How much of the prompt each worker holds, by worker name; of most that is nothing."""
         matched: dict[str, Match] = {}
-        found: dict[tuple[str, int], tuple[Sequence[BlockHash], Mapping[str, Run]]] = {}
-        for worker in self._workers.values():
-            if worker.unfit:
-                continue
-            record = worker.record
-            manifest = record.manifest
-            shape = (manifest.namespace, manifest.block_size)
-            if shape not in found:
-                named = names(Namespace(bytes.fromhex(manifest.namespace)), manifest.block_size)
-                found[shape] = (named, self._mirror.runs(named))
-            named, held = found[shape]
-            run, size = held.get(record.name, NO_RUN), manifest.block_size
-            expected = self.sightings.expected(named, record.instance, run.num_blocks)
-            if expected:
-                host_tokens = run.num_in_host * size
-                matched[record.name] = Match(run.num_blocks * size, expected * size, host_tokens)
+        for (namespace, size), workers in self._shapes.items():
+            named = names(Namespace(bytes.fromhex(namespace)), size)
+            held = self._mirror.runs(named)
+            last = self.sightings.last_at(named)
+            for worker in workers:
+                record = worker.record
+                if record.name in held or record.instance == last:
+                    run = held.get(record.name, NO_RUN)
+                    expected = self.sightings.expected(named, record.instance, run.num_blocks)
+                    tokens, host_tokens = run.num_blocks * size, run.num_in_host * size
+                    matched[record.name] = Match(tokens, expected * size, host_tokens)
         return matched
 
 

@@ -39,14 +39,11 @@ def least_pair(
         return orders[hides]
 
     best: tuple[int, int, int] | None = None
-    bounds = sorted((row.cost + order(row.hides)[0][0], at) for at, row in enumerate(rows))
-    for bound, row in bounds:
-        if best is not None and (bound, row) > best[:2]:
-            if bound > best[0]:
-                break
-            continue
-        cost, hides = rows[row]
-        for least, column in order(hides):
+    cheapest = min(column.cost for column in columns)
+    for cost, row in sorted((row.cost, at) for at, row in enumerate(rows)):
+        if best is not None and cost + cheapest > best[0]:
+            break
+        for least, column in order(rows[row].hides):
             if best is not None and (cost + least, row, column) > best:
                 break
             found = (cost + columns[column].cost + extra(row, column), row, column)

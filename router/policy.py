@@ -96,6 +96,7 @@ class _Search:
     ) -> None:
         self._prompt, self._replicas, self._pins = prompt, replicas, pins
         self._weights, self._bar_ms = weights, bar_ms
+        self._unbounded = bar_ms == inf and prompt.left_ms == inf
         self._behind_prefill = weights.followers * replicas.followers(replicas.prefills)
         self._behind_decode = weights.followers * replicas.followers(replicas.decodes)
         seed = _seed(prompt.key)
@@ -128,8 +129,7 @@ class _Search:
         rows: list[Row] = []
         starts: list[tuple[Replica, Fetch | None]] = []
         for each in self._prefills:
-            for fetch in self._fetches(each):
-                compute_ms = self._prompt.compute_ms(each, fetch.num_tokens if fetch else 0)
+            for compute_ms, fetch in self._ways_to_compute(each):
                 own_ms = fetch_ms(self._prompt, each, self._weights, fetch) + compute_ms
                 if self._may_compute(each, own_ms, over_bars):
                     hides = _tenths(hides_ms(self._prompt, compute_ms))
@@ -148,10 +148,12 @@ class _Search:
         prefill, fetch = starts[found[1]]
         return found[0], prefill, decodes[found[2]], fetch
 
-    def _fetches(self, prefill: Replica) -> tuple[Fetch | None, ...]:
-        """Without one, and with the one there may be."""
-        fetch = fetch_for(self._prompt, prefill, self._holders, self._replicas)
-        return (None,) if fetch is None else (None, fetch)
+    def _ways_to_compute(self, prefill: Replica) -> Sequence[tuple[float, Fetch | None]]:
+        """Without a fetch, and with the one there may be; first how long it computes."""
+        whole_ms = self._prompt.compute_ms(prefill)
+        fetch = fetch_for(self._prompt, prefill, whole_ms, self._holders, self._replicas)
+        alone = (whole_ms, None)
+        return (alone,) if fetch is None else (alone, (fetch.compute_ms, fetch))
 
     def late(self) -> tuple[Candidate, ...]:
         """One for each replica that could compute the prompt, or stream it, and would be late."""
@@ -176,6 +178,8 @@ class _Search:
         return min(costs, default=None)
 
     def _may_compute(self, replica: Replica, own_ms: float, over_bars: bool) -> bool:
+        if self._unbounded:
+            return True
         ttft_ms = replica.queue_ms + own_ms + replica.dispatch_ms
         if replica.measured and ttft_ms > self._prompt.left_ms:
             return False
@@ -268,7 +272,10 @@ def _candidates(
     behind_prefill = weights.followers * replicas.followers(replicas.prefills)
     behind_decode = weights.followers * replicas.followers(replicas.decodes)
     known = holders(prompt, replicas, weights)
-    fetches = [fetch_for(prompt, each, known, replicas) for each in replicas.prefills]
+    fetches = [
+        fetch_for(prompt, each, prompt.compute_ms(each), known, replicas)
+        for each in replicas.prefills
+    ]
     for decode in replicas.decodes:
         alone = decode_refusal(prompt, decode, pins)
         if pins.prefill and not alone:

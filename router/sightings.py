@@ -61,6 +61,13 @@ class Sightings:
         self._young.seen.update(dict.fromkeys(names, sighting))
         self._young.underway[names[-1], instance] = sighting
 
+    def last_at(self, names: Sequence[bytes]) -> str:
+        """Where a prompt that begins as these do went last; empty where none was seen."""
+        if not names:
+            return ""
+        sighting = self._young.seen.get(names[0]) or self._old.seen.get(names[0])
+        return sighting.instance if sighting else ""
+
     def expected(self, names: Sequence[bytes], instance: str, held: int) -> int:
         """How many of `names`, from the first on, `instance` holds or is about to: `held` of them
         as far as the index knows, and those that follow because a prompt of theirs went there last

@@ -1,6 +1,6 @@
 """The fleet at one moment, in the terms of the policy."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
@@ -109,7 +109,7 @@ def take_snapshot(
     decodes: Mapping[str, Worker],
     matched: Mapping[str, Match],
     state: State,
-    refused: Callable[[Party], str],
+    refused: Mapping[Party, str],
 ) -> Snapshot:
     """Everything is by worker name.
 
@@ -123,7 +123,7 @@ def take_snapshot(
     def against(pair: tuple[str, str]) -> str | None:
         prefill, decode = prefills[pair[0]], decodes[pair[1]]
         why = _mismatch(prefill, decode) or _wires_left(prefill, decode)[1]
-        why = why or refused(_instances(prefill, decode))
+        why = why or refused.get(_instances(prefill, decode), "")
         return f"{prefill.name} and {decode.name}: {why}" if why else None
 
     def quarantined(pair: tuple[str, str]) -> list[str] | None:
@@ -138,21 +138,20 @@ def take_snapshot(
         return ways.Link(known.curve, known.in_flight_bytes) if known else None
 
     everybody = {**prefills, **decodes}
+    unfetched = ways.Link(state.unfetched)
 
     def ways_to_fetch() -> Iterable[tuple[str, str]]:
         return product(everybody, prefills)
 
     def fetch(pair: tuple[str, str]) -> ways.Link | None:
         instances = _instances(everybody[pair[0]], prefills[pair[1]])
-        if refused(instances):
+        if instances in refused:
             return None
         known = state.fetches.get(instances)
-        if known is None:
-            return ways.Link(state.unfetched)
-        return ways.Link(known.curve, known.in_flight_bytes)
+        return ways.Link(known.curve, known.in_flight_bytes) if known else unfetched
 
     def replica(worker: Worker) -> ways.Replica:
-        why = worker.standing or refused(worker.record.instance)
+        why = worker.standing or (refused and refused.get(worker.record.instance)) or ""
         match = matched.get(worker.record.name, NO_MATCH)
         return _replica(worker, match, why, asked.num_tokens, state.now)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
-from router.curves import INSTANT, LinkCurve, looks_of
+from router.curves import INSTANT, LinkCurve
 from router.targets import NO_TARGETS, Targets
 
 LEAST_IDLE = 0.1  # of the time; where the queues only grow, no mean is finite
@@ -53,8 +53,9 @@ class Replica:
         return self.queued_tokens * self.ms_per_token if known is None else known
 
     def compute_ms(self, uncached_tokens: int, cached_tokens: int) -> float:
-        looks = looks_of(uncached_tokens, cached_tokens)
-        return self.prompt_ms + self.ms_per_token * uncached_tokens + self.look_ms * looks
+        """As `PrefillCurve.ms`."""
+        looks = cached_tokens + uncached_tokens / 2
+        return self.prompt_ms + uncached_tokens * (self.ms_per_token + self.look_ms * looks)
 
     @property
     def matched_tokens(self) -> int:
@@ -80,8 +81,10 @@ class Prompt:
 
     def uncached_tokens(self, replica: Replica) -> int:
         """Tokens that will be left for it to compute; the last one always is."""
-        blocks = max(replica.matched_blocks, replica.expected_blocks)
-        return self.num_tokens - self._reusable_tokens(replica, blocks)
+        matched, expected = replica.matched_blocks, replica.expected_blocks
+        if not (matched or expected):
+            return self.num_tokens
+        return self.num_tokens - self._reusable_tokens(replica, max(matched, expected))
 
     def fetched_tokens(self, replica: Replica, holder: Replica) -> int:
         """Tokens of these that it could have from a holder instead."""
@@ -166,6 +169,7 @@ class Fetch:
     num_tokens: int  # of them, those that prefill lacks
     num_bytes: int
     ms: float  # until they are there
+    compute_ms: float  # of what is left
     saved_ms: float  # of computing
 
 
