@@ -35,11 +35,13 @@ def fetch_for(
         num_tokens = prompt.fetched_tokens(prefill, holder)
         if not num_tokens:
             return None  # nor has anybody after it
+        num_bytes = num_tokens * prompt.token_bytes
+        if replicas.fastest_fetch.ms(num_bytes) - prefill.queue_ms >= compute_ms:
+            continue  # over any link: this is asked of every prefill replica
         alike = (holder.naming, holder.block_size) == (prefill.naming, prefill.block_size)
         link = replicas.fetches.get((holder.name, prefill.name))
         if holder.name == prefill.name or not alike or link is None:
             continue
-        num_bytes = num_tokens * prompt.token_bytes
         ms = link.curve.ms(num_bytes, link.in_flight_bytes)
         left_ms = prompt.compute_ms(prefill, num_tokens)
         saved_ms = compute_ms - left_ms

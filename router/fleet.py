@@ -21,7 +21,7 @@ from engine.clock import Clock
 from kvcache.block_hash import BlockHash, Namespace
 from prefix_index.index import Manifest, Role, WorkerRecord
 from prefix_index.prefix_table import Run
-from router.curves import least_of
+from router.curves import LinkCurve, least_of
 from router.doubts import Doubts, Party
 from router.kinds import compare, compare_links
 from router.pace import Pace
@@ -81,7 +81,7 @@ class Fleet:
         self._shapes: Mapping[tuple[str, int], Sequence[Worker]] = {}
         self._untried = self._fastest = UNTRIED
         self._links: dict[tuple[str, str], Link] = {}  # by pair of instances
-        self._unfetched = UNFETCHED
+        self._unfetched = self._fastest_fetch = UNFETCHED
         self._fetches: dict[tuple[str, str], Link] = {}  # by instances: holder, who fetches
 
     async def run(self, every_s: float = 0.25) -> None:
@@ -182,6 +182,7 @@ class Fleet:
             self._clock.now(),
             self._fetches,
             self._unfetched,
+            self._fastest_fetch,
         )
         return take_snapshot(asked, *self._sides, matched, state, refused)
 
@@ -228,10 +229,9 @@ class Fleet:
         if now - self._compared_at >= COMPARE_S or self._compared != self._workers.keys():
             compare(self._workers.values())
             self._untried = compare_links(self._links)
-            self._fastest = least_of(
-                [self._untried, *(each.curve for each in self._links.values())]
-            )
+            self._fastest = _least(self._untried, self._links)
             self._unfetched = compare_links(self._fetches, UNFETCHED)
+            self._fastest_fetch = _least(self._unfetched, self._fetches)
             self._compared_at, self._compared = now, set(self._workers)
             self._sides = self._side(Role.PREFILL), self._side(Role.DECODE)
             self._shapes = self._by_shape()
@@ -308,6 +308,10 @@ class Fleet:
                     tokens, host_tokens = run.num_blocks * size, run.num_in_host * size
                     matched[record.name] = Match(tokens, expected * size, host_tokens)
         return matched
+
+
+def _least(usual: LinkCurve, links: Mapping[tuple[str, str], Link]) -> LinkCurve:
+    return least_of([usual, *(each.curve for each in links.values())])
 
 
 def _without(instance: str, links: Mapping[tuple[str, str], Link]) -> dict[tuple[str, str], Link]:

@@ -9,7 +9,7 @@ from prefix_index.index import Manifest, WorkerRecord
 from prefix_index.quarantine import wires_left
 from prefix_index.worker_record import shared_wires
 from router import ways
-from router.curves import LinkCurve
+from router.curves import INSTANT, LinkCurve
 from router.doubts import Party
 from router.lazily import Lazily
 from router.pace import Pace
@@ -101,6 +101,7 @@ class State:
     now: float
     fetches: Mapping[tuple[str, str], Link] = field(default_factory=dict)  # holder and fetcher
     unfetched: LinkCurve = UNFETCHED
+    fastest_fetch: LinkCurve = INSTANT
 
 
 def take_snapshot(
@@ -164,6 +165,7 @@ def take_snapshot(
         untried=ways.Link(state.untried),
         fastest=state.fastest,
         fetches=Lazily(ways_to_fetch, fetch),
+        fastest_fetch=state.fastest_fetch,
         prompts_per_ms=state.pace.prompts_per_ms,
         busy=state.pace.busy,
     )

@@ -285,6 +285,7 @@ class Replicas:
     quarantined_wires: Mapping[tuple[str, str], Collection[str]] = field(default_factory=dict)
     # By (holder, prefill): the ways over which blocks are fetched. Where there is none, nothing is.
     fetches: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    fastest_fetch: LinkCurve = INSTANT  # no fetch takes less, whatever is on its link
 
     def followers(self, role: Sequence[Replica]) -> float:
         """Prompts that will come to one replica of `role` before what it has to do is done.

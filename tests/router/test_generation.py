@@ -109,8 +109,8 @@ async def test_tokens_that_come_while_the_client_is_busy_are_told_at_once(
         async for event in told:
             events.append(event)
             if event.HasField("delta") and not all_sent.is_set():
-                await all_sent.wait()
-                await asyncio.sleep(0.1)  # on their way
+                await asyncio.wait_for(all_sent.wait(), 20)
+                await asyncio.sleep(0.5)  # on their way
     assert ids_of(events) == [*b"Hello, world", 257]
     assert text_of(events) == "Hello, world"
     deltas = [each.delta for each in events if each.HasField("delta")]

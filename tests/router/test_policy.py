@@ -451,6 +451,22 @@ def test_what_cannot_be_fetched_sooner_than_computed_is_computed(
     assert not any(each.fetch for each in decision.candidates)
 
 
+def test_ways_to_fetch_are_looked_for_only_where_the_fastest_of_them_would_do() -> None:
+    """They take 3 s at least, and all of the prompt 1 s; a queue of 2.5 s hides enough of them."""
+    seen: list[tuple[str, str]] = []
+
+    def way(pair: tuple[str, str]) -> Link:
+        seen.append(pair)
+        return Link(slow)
+
+    slow = LinkCurve(0.0, 1e-3)
+    warm = prefill("warm", matched_blocks=30, queued_tokens=5000)
+    quick, idle = prefill("quick", queued_tokens=2500), prefill("idle")
+    fleet = Replicas([warm, quick, idle], [decode()], fetches=Lazily(list, way), fastest_fetch=slow)
+    assert str(choose(PROMPT, fleet).chosen) == "idle to d0"
+    assert seen == [("warm", "quick")]
+
+
 def test_a_fetch_hides_behind_the_queue_and_brings_only_what_is_lacking() -> None:
     """Also from a decode worker: what it holds need not be computed by prefill again."""
     held, busy = decode(matched_blocks=62), prefill("busy", matched_blocks=12, queued_tokens=20)

@@ -428,7 +428,7 @@ async def test_a_decode_rank_that_hangs_is_as_good_as_dead_and_is_replaced(
     assert end.value.code() is grpc.StatusCode.UNAVAILABLE
     await cluster.until_alive("d0", was)
     await cluster.until_pairs(2)
-    assert loop.time() - stopped_at < 25  # a whole new life, torch and all
+    assert loop.time() - stopped_at < 45  # a whole new life, torch and all
     reply = await cluster.generate(prompt, max_tokens=5, temperature=0, ignore_eos=True)
     assert reply.output == expected(prompt, 5)
 
