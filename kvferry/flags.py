@@ -42,6 +42,19 @@ Explain = Annotated[bool, typer.Option("--explain", help="Show where it went and
 System = Annotated[str | None, typer.Option(help="System prompt.")]
 
 
+def writable(path: Path) -> Path:
+    """Of an option: refused before anything runs whose outcome could not be kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise CommandError(f"--out {path} cannot be written: {error.strerror}") from error
+    return path
+
+
 def made_console() -> Console:
     """As wide as the terminal; lines that go into a file or a pipe are wide enough for tables."""
     console = Console()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.flags import made_console
+from kvferry.flags import made_console, writable
 from kvferry.replay.parser import (
     AttentionMs,
     BaseMs,
@@ -53,9 +53,9 @@ def capacity(
     first: First = None,
     shrink: Shrink = 1,
     seed: Annotated[int, typer.Option(help="Of what is random.")] = 0,
-    out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path(
-        "bench/out/capacity.json"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Where the figures go, as JSON.", callback=writable)
+    ] = Path("bench/out/capacity.json"),
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
     ] = None,

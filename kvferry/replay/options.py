@@ -1,6 +1,7 @@
 """What a replay is asked to do."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from kvferry.errors import CommandError
 from kvferry.replay.rivals import Policy
@@ -65,10 +66,12 @@ def parse_fault(text: str) -> Fault:
     try:
         if worker and ((kind, plus) == ("kill", "") or (kind, plus) == ("restart", "+")):
             named = f"prefill-{worker}" if worker.isdecimal() else worker
-            return Fault(float(at_s), named, float(down_s) if plus else None)
+            fault = Fault(float(at_s), named, float(down_s) if plus else None)
+            if 0 <= fault.at_s < inf and (fault.down_s is None or 0 < fault.down_s < inf):
+                return fault
     except ValueError:
         pass
     raise CommandError(
         f"{text} is no fault: kill:WORKER@SECONDS or restart:WORKER@SECONDS+SECONDS, where a worker"
-        f" is prefill-0 (or 0), decode-0, or {INDEX}"
+        f" is prefill-0 (or 0), decode-0, or {INDEX}, and no time is negative"
     )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry.flags import made_console
+from kvferry.flags import made_console, writable
 
 if TYPE_CHECKING:
     from kvferry.replay.speeds import Speeds
@@ -121,9 +121,9 @@ def replay(
     seed: Annotated[int, typer.Option(help="Of what is random.")] = 0,
     first: First = None,
     shrink: Shrink = 1,
-    out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path(
-        "bench/out/replay.json"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Where the figures go, as JSON.", callback=writable)
+    ] = Path("bench/out/replay.json"),
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
     ] = None,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.flags import ApiKey, GrpcAddress, StateDir, made_console, record
+from kvferry.flags import ApiKey, GrpcAddress, StateDir, made_console, record, writable
 from kvferry.replay.parser import First, Shrink, TraceFile
 
 
@@ -47,9 +47,9 @@ def serve(
         float | None, typer.Option(help="Seconds for each further token that are in time.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.01, help="Seconds for a request.")] = 600.0,
-    out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path(
-        "bench/out/serve.json"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Where the figures go, as JSON.", callback=writable)
+    ] = Path("bench/out/serve.json"),
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
     ] = None,

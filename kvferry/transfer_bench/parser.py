@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.flags import made_console
+from kvferry.flags import made_console, writable
 
 
 def add_to(bench: typer.Typer) -> None:
@@ -42,9 +42,9 @@ def transfer(
             show_default="that of make bench-peers-env",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the rows go, as JSON.")] = Path(
-        "bench/out/transfer.json"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Where the rows go, as JSON.", callback=writable)
+    ] = Path("bench/out/transfer.json"),
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
     ] = None,

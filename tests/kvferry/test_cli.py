@@ -63,6 +63,7 @@ def test_every_command_says_what_it_is_for(command: str) -> None:
         (["ask", "--grpc", "127.0.0.1:1", "--max-tokens", "9" * 30, "hi"], "max_tokens must be a"),
         (["ask", "--grpc", "127.0.0.1:1", "--api-key", "a\nb", "hello"], "the API key must be of"),
         (["ask", "--grpc", "127.0.0.1:1", "hello"], "no router answers there"),
+        (["replay", "trace.jsonl", "--out", "/proc/x/y.json"], "--out /proc/x/y.json cannot be"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(

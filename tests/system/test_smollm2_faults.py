@@ -13,7 +13,7 @@ from transport.faults import DAMAGES, Faults
 from transport.loopback_wire import LoopbackWire
 from worker.refusal import Refused
 
-NUM_PROMPTS = 7
+MOST_PROMPTS = 20  # seven or eight will do, mostly
 CHUNK_TOKENS = 16  # of prefill
 DOZENS = 20  # faults of each kind, at least
 
@@ -31,8 +31,11 @@ async def test_damaged_cells_of_the_real_model_change_no_token() -> None:
             decode_worker(source, wire, tp=3, num_blocks=128) as spared,
         ):
             given_up = 0
-            for number in range(NUM_PROMPTS):
-                prompt = ids[31 * number : 31 * number + 90]
+            for number in range(MOST_PROMPTS):
+                if all(faults.count(kind) >= DOZENS for kind in DAMAGES):
+                    break
+                start = 31 * (number % 8)
+                prompt = [number, *ids[start : start + 90]]  # none is cached
                 faults.on = True
                 try:
                     answer = await disaggregated(prefill, decode, prompt, params, CHUNK_TOKENS)
@@ -43,7 +46,7 @@ async def test_damaged_cells_of_the_real_model_change_no_token() -> None:
                 faults.on = False
                 right = await disaggregated(prefill, spared, prompt, params, CHUNK_TOKENS)
                 assert answer.tokens == right.tokens
-            assert given_up <= 1
+            assert given_up <= 2
             caught = sum(side.counts.damaged_chunks for side in decode.sides)
             assert given_up or caught == faults.count()
             for kind in DAMAGES:

@@ -150,7 +150,9 @@ def test_faults_are_written_as_they_are_read() -> None:
     assert parse_fault("restart:0@60+5.5") == Fault(60.0, "prefill-0", 5.5)
     assert parse_fault("restart:redis@60+5") == Fault(60.0, "redis", 5.0)
     assert parse_fault("kill:decode-0@1") == Fault(1.0, "decode-0", None)
-    for text in ("kill:3", "kill:3@60+5", "restart:0@60", "nap:1@2", "kill:@1"):
+    wrong = "kill:3", "kill:3@60+5", "restart:0@60", "nap:1@2", "kill:@1"
+    never = "kill:3@-3", "restart:0@60+-5", "restart:0@60+0", "kill:3@nan", "kill:3@inf"
+    for text in (*wrong, *never):
         with pytest.raises(CommandError, match="is no fault"):
             parse_fault(text)
 
