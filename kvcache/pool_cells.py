@@ -9,7 +9,7 @@ speak of parts as large as the smaller of the two, so both know each cell by the
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -88,10 +88,7 @@ class PoolCells:
         pool_NPHSD = self._layers[layer]
         runs = self._local_runs(heads)
         ids_B = self._checked(block_ids)
-        whole = ids_B if tail_tokens is None else ids_B[:-1]
-        written = None
-        if self._kept is not None and self._parts == 1 and digests is not None:
-            written = self._kept.written(whole)
+        compare = self._comparison(layer, ids_B, heads, tail_tokens, digests)
         slot_bytes = pool_NPHSD.shape[4] * pool_NPHSD.element_size()
         cell_bytes = self.spec.block_size * slot_bytes
         shape = (len(block_ids), len(heads), pool_NPHSD.shape[1], cell_bytes)
@@ -122,11 +119,7 @@ class PoolCells:
                 digests_BN[-1] = cell_digests(cells_BHPC[-1].reshape(-1, cell_bytes))
         if digests is not None and self._host is None:
             digests[:] = cell_digests(cells_BHPC.reshape(-1, cell_bytes))
-        if self._kept is not None and written is not None and digests is not None:
-            digests_BHP = digests.reshape(shape[:3])[: len(whole)]
-            rotten = self._kept.compare(layer, whole, self._locals(heads), digests_BHP, written)
-            if rotten:
-                raise BlockRotten(rotten, layer)
+        compare()
         return cells_BHPC.reshape(-1, cell_bytes)
 
     def pour_cells(
@@ -150,24 +143,42 @@ class PoolCells:
         runs, ids_B = self._local_runs(heads), self._checked(block_ids)
         if self._host is None or len(runs) != 1 or not len(ids_B):
             return 0
-        whole = ids_B if tail_tokens is None else ids_B[:-1]
-        compared = self._kept if self._parts == 1 and digests is not None else None
-        written = compared.written(whole) if compared is not None else None
+        compare = self._comparison(layer, ids_B, heads, tail_tokens, digests)
         num_planes, slot_bytes = pool_NPHSD.shape[1], pool_NPHSD.shape[4] * pool_NPHSD.itemsize
         num_cells = len(heads) * num_planes
         cell_bytes = self.spec.block_size * slot_bytes
         ((layout, _, _),) = self._host_runs(pool_NPHSD, runs, _NO_CELLS)
         pool, tail = pool_NPHSD.data_ptr(), tail_tokens or 0
         gone = self._host.pour(fd, pool, layout, ids_B, tail, room, PATIENCE_MS, digests)
-        if compared is None or written is None or digests is None:
-            return gone
-        if gone < len(ids_B) * num_cells * cell_bytes:
-            return gone
-        digests_BHP = digests.reshape(len(ids_B), len(heads), num_planes)[: len(whole)]
-        rotten = compared.compare(layer, whole, self._locals(heads), digests_BHP, written)
-        if rotten:
-            raise BlockRotten(rotten, layer)
+        if gone == len(ids_B) * num_cells * cell_bytes:
+            compare()
         return gone
+
+    def _comparison(
+        self,
+        layer: int,
+        ids_B: NDArray[np.int64],
+        heads: Sequence[int],
+        tail_tokens: int | None,
+        digests: NDArray[np.uint64] | None,
+    ) -> Callable[[], None]:
+        """Made before blocks are read, called when `digests` are those of what was read: raises
+        BlockRotten for whole blocks whose kept digests are others.
+        """
+        kept = self._kept
+        if kept is None or self._parts > 1 or digests is None:
+            return _nothing
+        whole = ids_B if tail_tokens is None else ids_B[:-1]
+        written = kept.written(whole)
+        shape = (len(ids_B), len(heads), self._layers[layer].shape[1])
+
+        def compare() -> None:
+            digests_BHP = digests.reshape(shape)[: len(whole)]
+            rotten = kept.compare(layer, whole, self._locals(heads), digests_BHP, written)
+            if rotten:
+                raise BlockRotten(rotten, layer)
+
+        return compare
 
     def scatter_cells(
         self,
@@ -296,6 +307,10 @@ class PoolCells:
                 runs.append((local, local + 1))
         assert runs, "no heads asked for"
         return runs
+
+
+def _nothing() -> None:
+    """No digests are kept, or none were made."""
 
 
 def _by_block(
