@@ -42,10 +42,6 @@ class Doubts:
         for party in [each for each in self._doubts if instance == each or instance in each[:2]]:
             del self._doubts[party]
 
-    def why(self, party: Party) -> str:
-        """Why the party is left out now; empty when it is not."""
-        return self.reasons().get(party, "")
-
     def reasons(self) -> dict[Party, str]:
         """Everyone who is left out now, and why."""
         now = self._clock.now()

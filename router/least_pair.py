@@ -2,9 +2,9 @@
 
 A pair costs what its row costs, what its column costs, and something that only the pair knows: no
 less than what the column needs beyond what the row hides, and never negative. So a least cost of
-each pair is known beforehand, and pairs are looked at in order of that until none can be cheaper
-any more. Costs are whole numbers: where they are equal, the row and then the column that comes
-first in the argument is taken.
+each pair is known beforehand: rows are gone through by their own cost, the columns of each by the
+least cost of the pair, until none can be cheaper any more. Costs are whole numbers: where they are
+equal, the row and then the column that comes first in the argument is taken.
 """
 
 from collections.abc import Callable, Sequence

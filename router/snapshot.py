@@ -152,7 +152,7 @@ def take_snapshot(
         return ways.Link(known.curve, known.in_flight_bytes) if known else unfetched
 
     def replica(worker: Worker) -> ways.Replica:
-        why = worker.standing or (refused and refused.get(worker.record.instance)) or ""
+        why = worker.standing or refused.get(worker.record.instance, "")
         match = matched.get(worker.record.name, NO_MATCH)
         return _replica(worker, match, why, asked.num_tokens, state.now)
 
