@@ -117,10 +117,7 @@ class Borrowing:
                 num_whole += min(each.num_whole for each in took)
                 self._note(fetched, took, num_whole - first)
             self._engine.abandon(reservation, num_whole)
-        except (
-            OutOfBlocks,
-            Refused,
-        ) as error:  # no room for a copy now
+        except (OutOfBlocks, Refused) as error:  # no room for a copy now
             fetched.why = str(error)
             if reservation is not None:
                 self._engine.abandon(reservation)
