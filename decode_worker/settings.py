@@ -5,12 +5,9 @@ from typing import Annotated
 from pydantic import Field
 
 from transport.config import TransportConfig
-from worker.settings import Count, WorkerSettings
+from worker.settings import Count, Seconds, Times, WorkerSettings
 
 OPEN_WAIT_S = 5.0  # for the router's other leg, beyond the wait for blocks
-
-Times = Annotated[int, Field(ge=0, le=1000)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 class DecodeSettings(WorkerSettings):
@@ -31,30 +28,18 @@ class DecodeSettings(WorkerSettings):
     repair_wait_s: Seconds = 2.0  # for cells asked for over a link, before they are asked for again
     call_timeout_s: Seconds = 10.0  # for one call that brings cells
 
-    # When damage is no accident: see `transport.quarantine`.
-    damage_window_s: Seconds = 300.0  # in which a link's cells are counted, fading
-    max_damage_share: Annotated[float, Field(gt=0, le=1)] = 1e-4  # of them; 1: no quarantine
-    forgiven_chunks: Times = 3  # damaged in that time, that are not held against a link
     suspect_wires: Count = 2  # of one prefill worker in quarantine at once: then it is the worker
-    cool_down_s: Seconds = 60.0  # of the first quarantine; one soon after it lasts twice as long
-    max_cool_down_s: Seconds = 3600.0
 
     def transport(self) -> TransportConfig:
         """The numbers of this worker's end of its transfers."""
         return TransportConfig(
-            max_call_bytes=self.max_call_bytes,
+            **self.any_transport(),
             max_resends=self.max_resends,
             max_link_asks=self.max_link_asks,
             max_link_damages=self.max_link_damages,
             max_calls=self.max_calls,
             repair_wait_s=self.repair_wait_s,
             call_timeout_s=self.call_timeout_s,
-            lease_s=self.transfer_lease_s,
             open_wait_s=self.reserve_wait_s + OPEN_WAIT_S,
-            damage_window_s=self.damage_window_s,
-            max_damage_share=self.max_damage_share,
-            forgiven_chunks=self.forgiven_chunks,
             suspect_wires=self.suspect_wires,
-            cool_down_s=self.cool_down_s,
-            max_cool_down_s=max(self.cool_down_s, self.max_cool_down_s),
         )

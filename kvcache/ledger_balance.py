@@ -31,17 +31,18 @@ def _promised(rows: Rows) -> Rows:
 def _open(rows: Rows) -> Rows:
     """Rows of transfers without an end, as they were written. Who lends never hears of the end."""
     rows = rows[~np.isin(rows["book"], (Book.BLOCKS, Book.PROMISES))]
-    rows = rows[rows["reason"] != Reason.LENT]
+    rows = rows[~np.isin(rows["reason"], (Reason.LENT, Reason.PINNED, Reason.UNPINNED))]
     keys = _keys(rows)
     ends = (rows["book"] == Book.TRANSFERS) & np.isin(rows["target"], _LAST)
     return rows[~np.isin(keys, keys[ends])]
 
 
 def _keys(rows: Rows) -> NDArray[np.intp]:
-    """A number for each row's transfer."""
-    packed = np.empty(len(rows), dtype=[("hi", "<u8"), ("lo", "<u8"), ("attempt", "<u2")])
-    packed["hi"], packed["lo"] = rows["transfer_hi"], rows["transfer_lo"]
-    packed["attempt"] = rows["attempt"]
+    """A number for each row's transfer. What is fetched for one differs in its epoch alone."""
+    names = ["transfer_hi", "transfer_lo", "decode_epoch", "attempt"]
+    packed = np.empty(len(rows), dtype=[(name, ROW[name]) for name in names])
+    for name in names:
+        packed[name] = rows[name]
     _, identity = np.unique(packed, return_inverse=True)
     return identity.reshape(-1)
 

@@ -43,7 +43,15 @@ CONFIRMED, on rank 0: another rank of the group says that it has come to its end
 so that no thread of that rank reads or writes for it. Only then may rank 0 let the blocks go.
 
 Loans: cells that were handed out by a call of their own, LENT there and BORROWED here once they are
-verified. They are copies, and change no account.
+verified. They are copies, and change no account. Blocks that are asked for by name must stay IN_USE
+at their holder from PINNED to UNPINNED.
+
+Fetches, blocks of a prompt that a prefill worker takes from a holder by name, have a key of the
+prefill worker's own, with no decode epoch. Their cells go the way of cells at decode, into blocks
+that are bound like decode's, and each rank says with its end how many blocks have come whole, from
+the first on. Rank 0 says what of them is KEPT, and only that may go from IN_USE to CACHED:
+
+    fetch     OUTSIDE --ORDERED--> RESERVED --COMPLETED--> COMMITTED --ADOPTED--> ADOPTED
 """
 
 import struct
@@ -157,6 +165,8 @@ class Reason(IntEnum):
     # loans
     LENT = 80
     BORROWED = 81
+    PINNED = 82  # a block that is lent from, by name
+    UNPINNED = 83
 
 
 FIELDS = [
@@ -176,7 +186,8 @@ FIELDS = [
     ("spare", "<u2"),
     ("first", "<u4"),  # block of the prompt; in BLOCKS, of the pool
     ("count", "<u4"),  # of blocks that follow each other
-    # chunk; in BINDINGS the block of the pool; in FORWARD the owners; of BORROWED the lender's life
+    # chunk; in BINDINGS, and of PINNED, the block of the pool; in FORWARD the owners; of BORROWED
+    # the lender's life
     ("detail", "<u4"),
     ("num_bytes", "<u4"),  # of a chunk; in rows of ORDERED: of one block and head, all layers
     ("seq", "<u8"),  # from 1; written last, so that a torn row does not count
@@ -207,6 +218,11 @@ class TransferKey:
         hi, lo = int.from_bytes(padded[:8], "big"), int.from_bytes(padded[8:], "big")
         epochs = (prefill_epoch & 0xFFFF_FFFF, decode_epoch & 0xFFFF_FFFF)
         return cls(hi, lo, attempt & 0xFFFF, *epochs)
+
+    @property
+    def is_fetch(self) -> bool:
+        """No decode worker has a part in it; its epochs count from 1."""
+        return self.decode_epoch == 0
 
     def __str__(self) -> str:
         return f"{self.hi:016x}{self.lo:016x}/{self.attempt}"

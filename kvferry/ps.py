@@ -17,7 +17,7 @@ from engine.clock import MonotonicClock
 from kvferry.errors import NoCluster
 from kvferry.redis_server import ask_version
 from prefix_index.index import IndexUnavailable, Role, WorkerRecord
-from prefix_index.quarantine import wires_left
+from prefix_index.quarantine import CALL, wires_left
 from prefix_index.redis_index import RedisIndex
 from prefix_index.worker_record import shared_wires
 from protos.worker_pb2 import InspectRequest, InspectResponse
@@ -118,14 +118,20 @@ def _against(prefill: WorkerRecord, decode: WorkerRecord) -> str:
 
 
 def quarantines(workers: Sequence[WorkerRecord], now: datetime) -> list[str]:
-    """One sentence for each wire, and each worker, that a decode worker leaves alone, and why."""
+    """One sentence for each wire, and each worker, that another one leaves alone, and why."""
     alive = {(worker.name, worker.epoch) for worker in workers}
     return [
-        f"{each.prefill} (epoch {each.epoch}) to {decode.name}: "
-        f"{f'the wire {each.wire}' if each.wire else 'every wire'} is in quarantine since "
+        f"{each.prefill} (epoch {each.epoch}) to {receiver.name}: "
+        f"{_left_alone(each.wire)} in quarantine since "
         f"{now - timedelta(seconds=each.for_s):%H:%M:%S}, for {each.left_s:.0f} s more: "
         f"{each.reason}"
-        for decode in workers
-        for each in decode.load.quarantines
+        for receiver in workers
+        for each in receiver.load.quarantines
         if (each.prefill, each.epoch) in alive
     ]
+
+
+def _left_alone(wire: str) -> str:
+    if wire == CALL:
+        return "what calls bring is"
+    return f"the wire {wire} is" if wire else "every wire is"

@@ -21,8 +21,10 @@ from engine.request import Output, Refused, Request
 from engine.roster import Reservation
 from kvcache.block_hash import BlockHash
 from kvcache.block_pool import OutOfBlocks
+from kvcache.ledger import Ledger
 from prefill_worker.ranks import ShipsPrompts
 from protos import worker_pb2 as pb
+from transport import books
 from transport.borrower import Borrowed, BorrowOrder
 from transport.orders import Holder, Identity, ShipmentKey
 from worker.cleanups import Cleanups
@@ -60,6 +62,7 @@ class Borrowing:
         ranks: Sequence[ShipsPrompts],
         cleanups: Cleanups,
         clock: Clock,
+        ledger: Ledger,
     ) -> None:
         self._engine = engine
         self._identity = identity
@@ -67,6 +70,7 @@ class Borrowing:
         self._ranks = ranks
         self._cleanups = cleanups
         self._clock = clock
+        self._ledger = ledger
         self._coming: dict[BlockHash, asyncio.Event] = {}  # by the last name that is being taken
 
     async def fetch(self, request: Request, call: pb.PrefillRequest) -> Fetched:
@@ -116,6 +120,7 @@ class Borrowing:
                 took = await asyncio.gather(*(rank.borrow(order) for rank in self._ranks))
                 num_whole += min(each.num_whole for each in took)
                 self._note(fetched, took, num_whole - first)
+                self._enter(order, num_whole - first)
             self._engine.abandon(reservation, num_whole)
         except (OutOfBlocks, Refused) as error:  # no room for a copy now
             fetched.why = str(error)
@@ -128,6 +133,12 @@ class Borrowing:
         fetched.num_tokens = num_blocks * self._block_size
         fetched.num_bytes = sum(each.num_bytes for each in took)
         fetched.why = "; ".join(dict.fromkeys(each.why for each in took if each.why))
+
+    def _enter(self, order: BorrowOrder, num_blocks: int) -> None:
+        """Into the ledger: every rank has come to its end, and so many blocks are kept."""
+        for rank in range(1, len(self._ranks)):
+            books.confirmed(self._ledger, order.key, rank)
+        books.kept(self._ledger, order.key, order.block_ids[:num_blocks])
 
     def _order(
         self, call: pb.PrefillRequest, names: Sequence[BlockHash], block_ids: Sequence[int]

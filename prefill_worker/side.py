@@ -16,10 +16,10 @@ from prefix_index.index import Role
 from protos import rank_pb2_grpc, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from transport.borrower import Borrower
 from transport.cells_servicer import CellsServicer, PinsBlocks
-from transport.config import TransportConfig
 from transport.counts import TransferCounts
 from transport.pull import GrpcPuller
 from transport.shipper import Shipper
+from transport.watch import Watch
 from worker.named_blocks import NamedBlocks
 from worker.refusal import Context
 from worker.role import Front, RankContext, RoleSpec
@@ -27,15 +27,11 @@ from worker.serving import serve_call
 
 
 class PrefillSide:
-    watch = None  # decode finds out what is damaged
-
     def __init__(self, context: RankContext) -> None:
         settings, parts = context.settings, context.parts
         self._identity = context.identity
         self._names = context.names
-        self._config = TransportConfig(
-            lease_s=settings.transfer_lease_s, max_call_bytes=settings.max_call_bytes
-        )
+        self._config = settings.transport()
         self._store = parts.store
         self._clock = context.clock
         self._block_size = parts.spec.block_size
@@ -57,13 +53,17 @@ class PrefillSide:
             parts.spec.block_size,
             finishes_prompts=context.identity.rank > 0,
         )
+        # Of what is shipped from here decode finds out what is damaged.
+        self.watch = Watch(context.identity, context.clock, self._config, self._shipper.counts)
         borrower = Borrower(
-            context.identity.rank,
+            context.identity,
             parts.kv_heads,
             parts.store,
             GrpcPuller(MOST_S),
             self._borrowers,
             self._config,
+            self.watch,
+            context.ledger,
         )
         self.rank = LocalRank(self._shipper, self.observer, borrower)
 
@@ -93,7 +93,13 @@ class PrefillSide:
 
     def prefilling(self, front: Front, ranks: Sequence[ShipsPrompts]) -> Prefilling:
         borrowing = Borrowing(
-            front.engine, self._identity, self._block_size, ranks, front.cleanups, self._clock
+            front.engine,
+            self._identity,
+            self._block_size,
+            ranks,
+            front.cleanups,
+            self._clock,
+            self._shipper.ledger,
         )
         return Prefilling(
             front.engine,

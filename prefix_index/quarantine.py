@@ -1,17 +1,21 @@
-"""What decode workers leave alone because of the damage that came from there, as all may know it.
+"""What workers leave alone because of the damage that came from there, as all may know it.
 
-Every decode worker announces its own with each heartbeat. A pair of workers uses the wires that are
-not named; when the prefill worker itself is, or none of the pair's wires is left, the pair is not
-used at all.
+Every worker announces its own with each heartbeat. A prefill and a decode worker use the wires that
+are not named between them; when the prefill worker itself is, or none of the pair's wires is left,
+the pair is not used at all. No blocks are fetched from who gave damaged ones by calls.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+CALL = "call"  # what brings cells that were asked for by a call, beside all wires
+
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Of one wire from one life of a prefill worker; without a wire, of that worker as such."""
+    """Of one wire from one life of a worker, or of calls to it; without a wire, of that worker as
+    such. `prefill` is a prefill worker, but for calls, which a decode worker answers, too.
+    """
 
     prefill: str
     epoch: int
@@ -42,3 +46,11 @@ def wires_left(
     if left or not wires:
         return left, ""
     return [], "; ".join(against[wire].sentence for wire in wires)
+
+
+def may_fetch(quarantines: Sequence[Quarantine], holder: str, epoch: int) -> bool:
+    """Whether who announces these would ask this holder for blocks."""
+    return not any(
+        (each.prefill, each.epoch) == (holder, epoch) and each.wire in ("", CALL)
+        for each in quarantines
+    )

@@ -272,16 +272,16 @@ class Fleet:
         else:
             self._log.info("worker.found", **known, address=record.address)
 
-    def _note_quarantines(self, decode: Worker, record: WorkerRecord) -> None:
-        """Say what is new in what a decode worker leaves alone, and what is over."""
-        before = {each.subject: each for each in decode.record.load.quarantines}
+    def _note_quarantines(self, worker: Worker, record: WorkerRecord) -> None:
+        """Say what is new in what a worker leaves alone, and what is over."""
+        before = {each.subject: each for each in worker.record.load.quarantines}
         now = {each.subject: each for each in record.load.quarantines}
         for subject, each in now.items():
             if subject not in before:
-                known = {"prefill": each.prefill, "wire": each.wire, "reason": each.reason}
-                self._log.warning("worker.quarantine", decode=decode.name, **known)
-        for prefill, _, wire in before.keys() - now.keys():
-            self._log.info("worker.quarantine_over", decode=decode.name, prefill=prefill, wire=wire)
+                known = {"sender": each.prefill, "wire": each.wire, "reason": each.reason}
+                self._log.warning("worker.quarantine", worker=worker.name, **known)
+        for sender, _, wire in before.keys() - now.keys():
+            self._log.info("worker.quarantine_over", worker=worker.name, sender=sender, wire=wire)
 
     def _dismiss(self, worker: Worker, reason: str) -> None:
         instance = worker.record.instance

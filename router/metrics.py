@@ -122,7 +122,7 @@ class Metrics:
 
         held = self._gauge(
             "kvferry_quarantines",
-            "Of a prefill worker's wires, or of the worker, by a decode worker.",
+            "Of a worker's wires and calls to it, or of the worker, by those they damage.",
             "subject",
         )
         for subject in ("wire", "worker"):

@@ -6,7 +6,7 @@ from itertools import product
 from math import inf
 
 from prefix_index.index import Manifest, WorkerRecord
-from prefix_index.quarantine import wires_left
+from prefix_index.quarantine import may_fetch, wires_left
 from prefix_index.worker_record import shared_wires
 from router import ways
 from router.curves import INSTANT, LinkCurve
@@ -145,8 +145,11 @@ def take_snapshot(
         return product(everybody, prefills)
 
     def fetch(pair: tuple[str, str]) -> ways.Link | None:
-        instances = _instances(everybody[pair[0]], prefills[pair[1]])
-        if instances in refused:
+        holder, fetcher = everybody[pair[0]].record, prefills[pair[1]].record
+        instances = holder.instance, fetcher.instance
+        if instances in refused or not may_fetch(
+            fetcher.load.quarantines, holder.name, holder.epoch
+        ):
             return None
         known = state.fetches.get(instances)
         return ways.Link(known.curve, known.in_flight_bytes) if known else unfetched

@@ -105,8 +105,8 @@ class _TransferBook:
                 num_bytes=num_bytes * num_heads // all_heads & 0xFFFF_FFFF,
             )
 
-    def _move(self, source: Account, target: Account, reason: Reason) -> None:
-        self._ledger.post(Book.TRANSFERS, source, target, reason, key=self._key)
+    def _move(self, source: Account, target: Account, reason: Reason, count: int = 0) -> None:
+        self._ledger.post(Book.TRANSFERS, source, target, reason, key=self._key, count=count)
 
 
 class SendingBook(_TransferBook):
@@ -278,6 +278,11 @@ class ReceivingBook(_TransferBook):
         self._move(self._state, Account.COMMITTED, Reason.COMPLETED)
         self._state = Account.COMMITTED
 
+    def came(self, num_whole: int) -> None:
+        """A fetch is over on this rank: nothing writes any more, and so many blocks are whole."""
+        self._move(self._state, Account.COMMITTED, Reason.COMPLETED, num_whole)
+        self._state = Account.COMMITTED
+
     def failed(self, code: Code) -> None:
         self._move(self._state, Account.ABORTING, Reason[code.value])
         self._state = Account.ABORTING
@@ -348,6 +353,33 @@ def confirmed(ledger: Ledger, key: ShipmentKey, rank: int) -> None:
 def lent(ledger: Ledger, key: ShipmentKey, peer: int, run: CellRun) -> None:
     """Cells, in blocks of the prompt, are handed to decode rank `peer`."""
     _loan(ledger, Reason.LENT, key, peer, run, 0)
+
+
+def pinned(ledger: Ledger, key: ShipmentKey, peer: int, block_ids: Sequence[int]) -> None:
+    """Blocks of the pool are lent from to rank `peer`, and stay until `unpinned`."""
+    _pin(ledger, Reason.PINNED, key, peer, block_ids)
+
+
+def unpinned(ledger: Ledger, key: ShipmentKey, peer: int, block_ids: Sequence[int]) -> None:
+    _pin(ledger, Reason.UNPINNED, key, peer, block_ids)
+
+
+def _pin(
+    ledger: Ledger, reason: Reason, key: ShipmentKey, peer: int, block_ids: Sequence[int]
+) -> None:
+    accounts = (Account.OUTSIDE, Account.OUTSIDE)
+    for block_id, count in runs(block_ids):
+        row = row_key(key)
+        ledger.post(Book.LOANS, *accounts, reason, key=row, peer=peer, detail=block_id, count=count)
+
+
+def kept(ledger: Ledger, key: ShipmentKey, block_ids: Sequence[int]) -> None:
+    """These blocks, the first of a fetch, are whole on every rank, and may stay as cache."""
+    row, accounts = row_key(key), (Account.OUTSIDE, Account.OUTSIDE)
+    for block_id, count in runs(block_ids):
+        ledger.post(Book.BINDINGS, *accounts, Reason.KEPT, key=row, detail=block_id, count=count)
+    accounts = (Account.COMMITTED, Account.ADOPTED)
+    ledger.post(Book.TRANSFERS, *accounts, Reason.ADOPTED, key=row, count=len(block_ids))
 
 
 def _loan(

@@ -5,12 +5,13 @@
     counted   blocks from the first on whose every cell is there; a gap ends it
 
 Our blocks belong to nobody else meanwhile: `borrow` returns when no thread writes to them any more,
-whether all has come, the holder has failed, or the time is up.
+whether all has come, the holder has failed, or the time is up. What comes damaged is held against
+the rank that gave it; who is in quarantine for it is not asked at all. Every cell is in the books.
 """
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -18,14 +19,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcache.head_map import HeadInterval
+from kvcache.ledger import Ledger
 from protos import rank_pb2
 from protos.transfer_pb2 import CellRun, FetchedCells, FetchRequest
+from transport.books import ReceivingBook
+from transport.cell_runs import Cell, cells_of
 from transport.cells_servicer import MAX_RUNS
 from transport.config import TransportConfig
 from transport.landing import CellSink
-from transport.orders import Holder, Lender, ShipmentKey
-from transport.plan import layer_cells
+from transport.orders import Holder, Identity, Lender, ShipmentKey
 from transport.pull import Pull, Puller, PullFailed
+from transport.quarantine import LinkName
+from transport.shipment import Shape
+from transport.watch import Watch
 
 LEAST_GROUPS = 4  # of blocks, of one call: the earlier ones are whole while the later ones come
 
@@ -34,7 +40,7 @@ LEAST_GROUPS = 4  # of blocks, of one call: the earlier ones are whole while the
 class BorrowOrder:
     """For one rank: its heads of these blocks, which have `names` at the holder, too."""
 
-    key: ShipmentKey  # of nothing that is shipped: for the books
+    key: ShipmentKey  # of the fetch: without a decode epoch
     names: tuple[bytes, ...]
     block_ids: tuple[int, ...]  # ours
     holder: Holder
@@ -76,30 +82,29 @@ class Borrowed:
         return rank_pb2.Borrowed(whole_blocks=self.num_whole, bytes=self.num_bytes, why=self.why)
 
 
+Lenders = Mapping[Lender, Sequence[int]]  # and the heads that each is asked for
+Job = asyncio.Future[frozenset[Cell]]  # a thread that writes; what it found damaged
+
+
 @dataclass(slots=True)
 class _Landed:
     """What of one order has come, and what is being written."""
 
+    order: BorrowOrder
+    book: ReceivingBook
     cells_each: int  # of a block
     num_bytes: int = 0
     why: str = ""
-    cells: dict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
-    jobs: set["asyncio.Future[_Written]"] = field(default_factory=set)
+    cells: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # good ones, by block
+    jobs: dict[Job, tuple[Lender, list[Cell]]] = field(default_factory=dict)
 
-    def count(self, layer: int, written: "_Written") -> None:
-        self.num_bytes += written.num_bytes
-        for block, head in written.good:
-            self.cells[block].add((layer, head))
+    @property
+    def num_whole(self) -> int:
+        num_blocks = len(self.order.names)
+        return next((at for at in range(num_blocks) if not self.is_whole(at)), num_blocks)
 
-    def num_whole(self, num_blocks: int) -> int:
-        lacking = (at for at in range(num_blocks) if len(self.cells[at]) < self.cells_each)
-        return next(lacking, num_blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    good: Sequence[tuple[int, int]]  # block and head
-    num_bytes: int
+    def is_whole(self, block: int) -> bool:
+        return self.cells[block] == self.cells_each
 
 
 class Borrower:
@@ -107,43 +112,50 @@ class Borrower:
 
     def __init__(
         self,
-        rank: int,
+        identity: Identity,
         kv_heads: HeadInterval,
         sink: CellSink,
         puller: Puller,
         writers: Executor,
         config: TransportConfig,
+        watch: Watch,
+        ledger: Ledger,
     ) -> None:
-        self._rank = rank
+        self._rank = identity.rank
         self._heads = list(kv_heads)
         self._sink = sink
         self._puller = puller
         self._writers = writers
         self._config = config
-        self._layers = layer_cells(sink.spec)
+        self._watch = watch
+        self._ledger = ledger
+        self._layers = Shape.of(sink.spec, 1).layers
 
     async def borrow(self, order: BorrowOrder) -> Borrowed:
         """Raises nothing for what the holder does or does not do."""
-        landed = _Landed(len(self._layers) * len(self._heads))
         lenders = self._lenders(order.holder)
-        if not lenders:
-            return Borrowed(0, 0, f"{order.holder.instance} lacks heads of {self._heads}")
+        why = self._against(order, lenders)
+        if why:
+            return Borrowed(0, 0, why)
+        landed = _Landed(order, self._book(order, lenders), len(self._layers) * len(self._heads))
+        who = order.holder.worker or order.holder.instance
         try:
             async with asyncio.timeout(order.timeout_s):
-                for stretch in self._stretches(len(order.names)):
-                    await self._take_stretch(order, stretch, lenders, landed)
-                    if landed.num_whole(stretch.stop) < stretch.stop:
-                        landed.why = landed.why or "some of it is not there any more"
-                        break
+                await self._take_all(landed, lenders)
         except TimeoutError:
-            landed.why = f"{order.holder.instance} took more than {order.timeout_s:.3f} s"
+            landed.why = landed.why or f"{who} took more than {order.timeout_s:.3f} s"
         except PullFailed as failed:
-            landed.why = str(failed)
+            landed.why = landed.why or str(failed)
         finally:
-            await _ended(landed.jobs)
-        return Borrowed(landed.num_whole(len(order.names)), landed.num_bytes, landed.why)
+            try:
+                await _ended(landed.jobs)
+            finally:
+                self._close(landed, lenders)
+        if landed.num_whole < len(order.names):
+            landed.why = landed.why or f"some of it is not at {who} any more"
+        return Borrowed(landed.num_whole, landed.num_bytes, landed.why)
 
-    def _lenders(self, holder: Holder) -> dict[Lender, list[int]]:
+    def _lenders(self, holder: Holder) -> Lenders:
         """Whom to ask for which heads; nobody where one head is not to be had."""
         heads: dict[Lender, list[int]] = defaultdict(list)
         for head in self._heads:
@@ -153,27 +165,53 @@ class Borrower:
             heads[lender].append(head)
         return heads
 
+    def _against(self, order: BorrowOrder, lenders: Lenders) -> str:
+        """Why nobody is asked; empty when they are, and one of them may be on trial."""
+        holder = order.holder
+        if not lenders:
+            return f"{holder.instance} lacks heads of {self._heads}"
+        for lender in lenders:
+            if reason := self._watch.against(lender, order.key):
+                return f"{holder.worker} rank {lender.rank} is in quarantine: {reason}"
+        for lender in lenders:
+            self._watch.calls(lender, order.key)
+        return ""
+
+    def _book(self, order: BorrowOrder, lenders: Lenders) -> ReceivingBook:
+        shape = Shape.of(self._sink.spec, len(order.names) * self._sink.spec.block_size)
+        heads = {lender.rank: theirs for lender, theirs in lenders.items()}
+        book = ReceivingBook(self._ledger, order.key, heads, shape, 0, order.holder.instance)
+        book.bound(0, order.block_ids)
+        return book
+
+    def _close(self, landed: _Landed, lenders: Lenders) -> None:
+        """No thread writes any more: say what has come."""
+        for job in list(landed.jobs):
+            self._settle(landed, job)
+        key, whole = landed.order.key, landed.num_whole
+        landed.book.came(whole)
+        links = [LinkName.by_call(lender) for lender in lenders if lender.worker]
+        self._watch.ended(links, key, committed=whole == len(landed.order.names))
+
+    async def _take_all(self, landed: _Landed, lenders: Lenders) -> None:
+        """Stretch by stretch, up to the first one with a gap. Raises PullFailed."""
+        for stretch in self._stretches(len(landed.order.names)):
+            failures: list[PullFailed] = []
+            async with asyncio.TaskGroup() as calls:
+                for lender, heads in lenders.items():
+                    pull = self._pull(landed.order, stretch, lender, heads)
+                    calls.create_task(self._take(pull, landed, failures))
+            if failures:
+                raise failures[0]
+            if not all(map(landed.is_whole, stretch)):
+                return
+
     def _stretches(self, num_blocks: int) -> Iterator[range]:
         """As many blocks as one call may be asked for."""
         block_bytes = sum(layer.block_bytes(len(self._heads)) for layer in self._layers)
         most = max(1, self._config.max_call_bytes // block_bytes)
         for start in range(0, num_blocks, most):
             yield range(start, min(num_blocks, start + most))
-
-    async def _take_stretch(
-        self,
-        order: BorrowOrder,
-        stretch: range,
-        lenders: dict[Lender, list[int]],
-        landed: _Landed,
-    ) -> None:
-        async with asyncio.TaskGroup() as calls:
-            failures: list[PullFailed] = []
-            for lender, heads in lenders.items():
-                pull = self._pull(order, stretch, lender, heads)
-                calls.create_task(self._take(order, pull, landed, failures))
-        if failures:
-            raise failures[0]
 
     def _pull(
         self, order: BorrowOrder, stretch: range, lender: Lender, heads: Sequence[int]
@@ -201,39 +239,55 @@ class Borrower:
         )
         return Pull(lender, request, runs)
 
-    async def _take(
-        self, order: BorrowOrder, pull: Pull, landed: _Landed, failures: list[PullFailed]
-    ) -> None:
-        loop = asyncio.get_running_loop()
+    async def _take(self, pull: Pull, landed: _Landed, failures: list[PullFailed]) -> None:
+        loop, order, lender = asyncio.get_running_loop(), landed.order, pull.lender
         try:
             async with aclosing(self._puller.fetch(pull)) as parts:
                 async for run, part in parts:
                     ids = order.block_ids[run.first_block : run.first_block + run.num_blocks]
+                    cells = list(cells_of(run))
+                    landed.book.fetched(lender.rank, cells)
                     job = loop.run_in_executor(self._writers, self._write, run, ids, part)
-                    landed.jobs.add(job)
-                    landed.count(run.layer, await asyncio.shield(job))
-                    landed.jobs.discard(job)
+                    landed.jobs[job] = lender, cells
+                    await asyncio.shield(job)
+                    self._settle(landed, job)
         except PullFailed as failed:
             failures.append(failed)
 
-    def _write(self, run: CellRun, block_ids: Sequence[int], part: FetchedCells) -> _Written:
-        """In a writing thread: every cell that is what its digest says goes into its block."""
+    def _settle(self, landed: _Landed, job: Job) -> None:
+        """A thread has verified some cells, and written the good ones."""
+        lender, cells = landed.jobs.pop(job)
+        if job.cancelled() or job.exception() is not None:
+            landed.book.not_mended(lender.rank, cells)
+            return
+        bad = job.result()
+        self._watch.lent(lender, len(cells), len(bad))
+        if bad:
+            who = f"{lender.worker or lender.instance} rank {lender.rank}"
+            landed.why = landed.why or f"{min(bad)} came damaged from {who}"
+        good = [cell for cell in cells if cell not in bad]
+        landed.book.mended(lender.rank, cells, bad)
+        landed.book.borrowed(landed.order.key, lender, good)
+        for cell in good:
+            landed.cells[cell.block] += 1
+            landed.num_bytes += self._layers[cell.layer].block_bytes(1)
+
+    def _write(self, run: CellRun, block_ids: Sequence[int], part: FetchedCells) -> frozenset[Cell]:
+        """In a writing thread: every cell that is what its digest says goes into its block.
+        Returns the others.
+        """
         layer, heads = self._layers[run.layer], list(run.heads)
-        num_planes = len(layer.planes)
-        num_rows = run.num_blocks * len(heads) * num_planes
+        num_planes, every = len(layer.planes), list(cells_of(run))
+        num_rows = len(every) * num_planes
         if len(part.digests) != 8 * num_rows or len(part.payload) != num_rows * layer.cell_bytes:
-            return _Written((), 0)
+            return frozenset(every)
         cells = np.frombuffer(part.payload, dtype=np.uint8)
         proofs = np.frombuffer(part.digests, dtype="<u8").astype(np.uint64, copy=False)
         bad = self._sink.scatter_cells(run.layer, block_ids, heads, cells, proofs)
-        spoiled = {row // num_planes for row in bad.tolist()}
-        blocks = range(run.first_block, run.first_block + run.num_blocks)
-        places = [(block, head) for block in blocks for head in heads]
-        good = [place for at, place in enumerate(places) if at not in spoiled]
-        return _Written(good, len(good) * num_planes * layer.cell_bytes)
+        return frozenset(every[row // num_planes] for row in bad.tolist())
 
 
-async def _ended(jobs: set["asyncio.Future[_Written]"]) -> None:
+async def _ended(jobs: Mapping[Job, object]) -> None:
     """Wait for threads that write, whoever cancels the waiting."""
     cancelled = False
     while running := {job for job in jobs if not job.done()}:

@@ -6,9 +6,9 @@ while they are read: a shipment ends only after its readers, named blocks are pi
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, Protocol
@@ -126,6 +126,19 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             run = CellRun(layer=layer, first_block=start, num_blocks=count, heads=heads)
             books.lent(self._ledger, key, request.decode_rank & 0xFFFF, run)
 
+    @asynccontextmanager
+    async def _pins(self, request: FetchRequest, ids: Mapping[bytes, int]) -> AsyncIterator[None]:
+        """Into the ledger: these blocks are read, and must stay."""
+        if self._ledger is None or not ids:
+            yield
+            return
+        key, pinned = ShipmentKey.from_proto(request.lacks), sorted(set(ids.values()))
+        books.pinned(self._ledger, key, request.decode_rank & 0xFFFF, pinned)
+        try:
+            yield
+        finally:
+            books.unpinned(self._ledger, key, request.decode_rank & 0xFFFF, pinned)
+
     def _check(self, request: FetchRequest) -> None:
         """Raises _Refused unless the request is well-formed and small enough, has a right, and
         finds a place in the line.
@@ -203,7 +216,7 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
             reason = "nobody here knows blocks by name"
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
         else:
-            async with self._blocks.pinned(list(request.names)) as ids:
+            async with self._blocks.pinned(list(request.names)) as ids, self._pins(request, ids):
                 parts = _parts(request)
                 find = partial(_named, request.names, ids, parts)
                 for piece in self._pieces(request, layers, find):

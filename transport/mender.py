@@ -99,7 +99,7 @@ class Mender:
                 self._counts.repaired_cells += len(cells) - len(bad)
                 landing.book.mended(rank, cells, bad)
                 if lender is not None:
-                    self._note_loan(lender, len(cells), len(bad))
+                    self._arrivals.watch.lent(lender, len(cells), len(bad))
                     good = [cell for cell in cells if cell not in bad]
                     landing.book.borrowed(landing.order.key, lender, good)
                 landing.incoming.landed_again(rank, cells, bad, num_bytes)
@@ -196,11 +196,6 @@ class Mender:
         worker = port.link.hello.prefill_worker if port is not None else ""
         address, epoch = order.source_addresses[rank], order.key.prefill_epoch
         return Lender(order.prefill_instance, rank, address, worker, epoch)
-
-    def _note_loan(self, lender: Lender, num_cells: int, num_bad: int) -> None:
-        self._arrivals.watch.lent(lender, num_cells, num_bad)
-        self._counts.damaged_chunks += num_bad > 0
-        self._counts.damaged_cells += num_bad
 
     def _start(self, landing: Landing, rank: int, pull: Pull, cells: Sequence[Cell]) -> None:
         self._arrivals.watch.calls(pull.lender, landing.order.key)

@@ -1,9 +1,10 @@
-"""Watches what comes damaged over the links of one decode rank, and ends those that go too far.
+"""Watches what comes damaged to one rank, and leaves alone the links and lenders that go too far.
 
 `quarantine` decides; here is what follows. The prefill end is told that no shipment may begin over
 the link any more, and hangs up when the last that it carries has ended; until then its cells are
 verified like all others, and the damaged ones fetched by a call. Whoever calls again over the wire
-before its time is told the same in place of a welcome, and takes the next wire.
+before its time is told the same in place of a welcome, and takes the next wire. A prefill rank has
+no ports, and watches those that it fetches blocks from by calls.
 """
 
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ log = structlog.get_logger()
 
 
 class Watch:
-    """One per decode rank. `ports` are those that are open now."""
+    """One per rank. `ports` are those of a decode rank that are open now."""
 
     def __init__(
         self, identity: Identity, clock: Clock, config: TransportConfig, counts: TransferCounts
@@ -54,6 +55,8 @@ class Watch:
 
     def lent(self, lender: Lender, num_cells: int, num_bad: int) -> None:
         """Cells have come from a lender by a call, and have been verified."""
+        self._counts.damaged_chunks += num_bad > 0
+        self._counts.damaged_cells += num_bad
         if lender.worker:
             self._count(LinkName.by_call(lender), num_cells, num_bad)
 
@@ -109,14 +112,15 @@ class Watch:
         wire = found.wire
         log.warning(
             "wire_quarantined" if wire else "worker_quarantined",
-            prefill=found.worker,
+            sender=found.worker,
             epoch=found.epoch,
-            decode=self._identity.worker,
+            worker=self._identity.worker,
             rank=self._identity.rank,
             wire=wire,
             cool_down_s=round(found.left_s),
             reason=found.reason,
-            advice=f"its cells are had elsewhere; check the memory of the host of {found.worker}"
+            advice="its cells are had elsewhere, or computed; check the memory of the host of "
+            f"{found.worker}"
             if wire == CALL
             else f"other wires are used; look at what carries {wire} between the two hosts"
             if wire

@@ -111,7 +111,7 @@ class _TransferCollector(Collector):
 
 
 class _LinkCollector(Collector):
-    """What rank 0 holds against each link of each prefill worker."""
+    """What rank 0 holds against each link of each worker that sends or lends."""
 
     def __init__(self, watch: Watch, labels: tuple[str, str]) -> None:
         self._watch = watch

@@ -12,6 +12,8 @@ from transport.faults import FaultSpec
 WireName = Literal["shm", "tcp", "grpc", "gloo", "nccl"]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
+Times = Annotated[int, Field(ge=0, le=1000)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 def _listed(value: Any) -> Any:
@@ -78,6 +80,12 @@ class WorkerSettings(BaseModel):
     # gloo or nccl pair has 10 s, as has each of its messages.)
     connect_timeout_s: Annotated[float, Field(gt=0, le=600)] = 5.0
     max_call_bytes: Count = 64 << 20  # of cells that one call may ask for, to repair others
+    # When damage in what comes here is no accident: see `transport.quarantine`.
+    damage_window_s: Seconds = 300.0  # in which a link's cells are counted, fading
+    max_damage_share: Annotated[float, Field(gt=0, le=1)] = 1e-4  # of them; 1: no quarantine
+    forgiven_chunks: Times = 3  # damaged in that time, that are not held against a link
+    cool_down_s: Seconds = 60.0  # of the first quarantine; one soon after it lasts twice as long
+    max_cool_down_s: Seconds = 3600.0
     rank_timeout_s: Annotated[float, Field(gt=0, le=600)] = 60.0  # a rank that has not started
     drain_s: Annotated[float, Field(ge=0, le=600)] = 10.0  # what runs may finish at SIGTERM
     test_faults: str = ""  # for tests alone: what a prefill worker's wires do wrong
@@ -90,6 +98,18 @@ class WorkerSettings(BaseModel):
     # In a folder it is there however the process ends.
     ledger_dir: Path | None = None
     ledger_pages: Annotated[int, Field(ge=2, le=100_000)] = 4  # of 1 MiB, a rank
+
+    def any_transport(self) -> dict[str, Any]:
+        """What a transport is told whichever the role: fields of a TransportConfig."""
+        return {
+            "lease_s": self.transfer_lease_s,
+            "max_call_bytes": self.max_call_bytes,
+            "damage_window_s": self.damage_window_s,
+            "max_damage_share": self.max_damage_share,
+            "forgiven_chunks": self.forgiven_chunks,
+            "cool_down_s": self.cool_down_s,
+            "max_cool_down_s": max(self.cool_down_s, self.max_cool_down_s),
+        }
 
     @model_validator(mode="after")
     def _check_wires(self) -> Self:

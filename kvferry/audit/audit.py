@@ -29,8 +29,12 @@ def audit(extracts: Iterable[Extract], *, at_rest: bool = False) -> Report:
         report.broken += process.broken
         report.lines.append(process.line())
     sides: dict[TransferKey, tuple[dict[int, End], dict[int, End]]] = defaultdict(lambda: ({}, {}))
+    fetches: dict[TransferKey, dict[int, End]] = defaultdict(dict)
     for process in processes:
         for key, end in process.ends.items():
+            if key.is_fetch:
+                fetches[key][process.origin.rank] = end
+                continue
             sides[key][process.origin.role == "decode"][process.origin.rank] = end
     lives: dict[int, list[Process]] = defaultdict(list)
     for process in processes:
@@ -40,6 +44,9 @@ def audit(extracts: Iterable[Extract], *, at_rest: bool = False) -> Report:
             _check_fences(side, report)
     for key, (prefill, decode) in sides.items():
         _transfer(key, prefill, decode, lives, report)
+    for key, ends in fetches.items():
+        _check_fences(ends, report)
+        _fetch(key, ends, lives, report)
     return report
 
 
@@ -79,6 +86,31 @@ def _transfer(
         report.one_sided[key] = missing
     else:
         report.proved += 1
+
+
+def _fetch(
+    key: TransferKey, ends: dict[int, End], lives: dict[int, list[Process]], report: Report
+) -> None:
+    """Every cell had been lent to its rank, and no more is kept than is whole on each."""
+    for end in ends.values():
+        _check_loans(end, lives, report)
+    if not all(end.ended for end in ends.values()):
+        report.still_open += 1
+        return
+    instance = next(iter(ends.values())).origin.instance
+    group = {process.origin.rank: process for process in lives[_life_of(instance)]}
+    num_kept = ends[0].num_kept if 0 in ends else 0
+    for rank, process in group.items():
+        num_whole = ends[rank].num_whole if rank in ends else 0
+        if num_whole < num_kept and (rank in ends or process.complete):
+            what = f"rank 0 keeps {num_kept} blocks, {num_whole} are whole here"
+            report.broken.append(Broken(Rule.KEPT_UNFETCHED, process.origin, 0, what, key))
+    lenders = {(loan.life, loan.peer) for end in ends.values() for loan in end.borrowed}
+    for life, rank in sorted(lenders):
+        if all(process.origin.rank != rank for process in lives.get(life, ())):
+            report.one_sided[key] = f"lender rank {rank}"
+            return
+    report.proved_fetches += 1
 
 
 def _check_fences(side: dict[int, End], report: Report) -> None:

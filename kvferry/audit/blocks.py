@@ -21,6 +21,8 @@ class BlockBook:
         self._bound: dict[int, dict[TransferKey, int]] = {}  # READ or WRITE, until the end
         self._of: dict[TransferKey, list[int]] = {}
         self._unconfirmed: set[TransferKey] = set()
+        self._fetched: dict[int, TransferKey] = {}  # written by a fetch, and not said to be kept
+        self._pins: Counter[int] = Counter()  # that are lent from
         self.num_promised = 0
         self.num_rotten = 0  # found changed since they were cached
 
@@ -74,7 +76,26 @@ class BlockBook:
                         what = f"transfer {other} writes it, too"
                         self._say(Rule.WRITTEN_BY_TWO, what, transfer=key, block=block)
             holders[key] = reason
+            if key.is_fetch and reason == Reason.WRITE:
+                self._fetched[block] = key
             self._of.setdefault(key, []).append(block)
+
+    def keep(self, first: int, count: int) -> None:
+        """These blocks of a fetch are whole on every rank, it says."""
+        for block in range(first, first + count):
+            self._fetched.pop(block, None)
+
+    def pin(self, reason: int, first: int, count: int) -> None:
+        """Blocks are lent from, or are no more."""
+        for block in range(first, first + count):
+            if reason == Reason.UNPINNED:
+                self._pins[block] -= self._pins[block] > 0  # its PINNED may be on a page that went
+                continue
+            self._pins[block] += 1
+            if self._account and (account := self._account.get(block)) != Account.IN_USE:
+                where = "nowhere" if account is None else Account(account).name
+                what = f"it is lent from while it is {where}"
+                self._say(Rule.FREED_UNDER_LOAN, what, block=block)
 
     def await_ranks(self, key: TransferKey) -> None:
         """This rank has ended the transfer; others have not confirmed that they have."""
@@ -102,6 +123,13 @@ class BlockBook:
                 if key in self._unconfirmed:
                     rule = Rule.FREED_UNCONFIRMED
                 self._say(rule, f"it goes {Reason(reason).name}", transfer=key, block=block)
+            if self._pins[block]:
+                what = f"it goes {Reason(reason).name}, {self._pins[block]} calls read it"
+                self._say(Rule.FREED_UNDER_LOAN, what, block=block)
+            fetch = self._fetched.pop(block, None)
+            if fetch is not None and target == Account.CACHED:
+                what = "it goes KEPT, and is not among those that came whole"
+                self._say(Rule.KEPT_UNFETCHED, what, transfer=fetch, block=block)
         self._account[block] = target
         if target != Account.IN_USE:
             self._owners[block] = 0

@@ -19,8 +19,8 @@ from kvferry.settings import hide_password
 
 SUFFIX = ".ledger"
 COLUMNS = (
-    "worker", "rows", "blocks", "in use", "transfers", "completed", "failed", "open", "cells",
-    "MiB", "repaired", "dropped",
+    "worker", "rows", "blocks", "in use", "transfers", "completed", "failed", "open", "fetches",
+    "cells", "MiB", "repaired", "dropped",
 )  # fmt: skip
 
 
@@ -113,6 +113,7 @@ def _table(report: Report) -> Table:
             line.completed,
             line.failed,
             line.still_open,
+            line.fetches,
             line.cells,
             round(line.num_bytes / 2**20, 1),
             line.repaired,
@@ -126,6 +127,7 @@ def _verdict(report: Report) -> str:
     words = [
         f"{len(Rule)} rules",
         f"{report.proved} transfers with both sides here",
+        f"{report.proved_fetches} fetches likewise",
         f"{len(report.one_sided)} seen from one side only",
         f"{report.still_open} open",
         f"{report.in_flight_lost} chunks lost on the way",

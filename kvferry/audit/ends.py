@@ -43,6 +43,7 @@ STATES = {
         (A.WHOLE, A.ABORTING),
         (A.ABORTING, A.FREED),
     },
+    "fetch": {(A.OUTSIDE, A.RESERVED), (A.RESERVED, A.COMMITTED), (A.COMMITTED, A.ADOPTED)},
 }
 ENDED = {A.RELEASED, A.DRAINED, A.COMMITTED, A.ADOPTED, A.FREED}
 Chunk = tuple[int, int, int, int, int, int]  # layer, first, count, head, heads, bytes
@@ -106,6 +107,9 @@ class End:
         self.confirmed: dict[int, int] = {}  # by rank of the own group, the row that says so
         self.borrowed: list[Loan] = []
         self.written_bytes = 0
+        self.num_whole = 0  # blocks of a fetch, from the first on, that this rank says are whole
+        self.num_kept = 0  # of them, as rank 0 says
+        self._states = STATES["fetch" if key.is_fetch else origin.role]
         self._cells: dict[tuple[int, int], NDArray[np.uint8]] = {}
         self._jobs: Counter[tuple[int, int]] = Counter()
         self._say = say
@@ -120,7 +124,7 @@ class End:
         decode is the request's, on each rank by itself.
         """
         others = range(1, self.origin.tp) if self.origin.rank == 0 else ()
-        committed = self.state in (A.COMMITTED, A.ADOPTED)
+        committed = self.state in (A.COMMITTED, A.ADOPTED) and not self.key.is_fetch
         return self.ended and (committed or all(rank in self.confirmed for rank in others))
 
     @property
@@ -186,10 +190,10 @@ class End:
             what = f"chunk {chunk} is read in state {A(self.state).name}"
             self._say(Rule.MOVED_AFTER_END, what, transfer=self.key)
 
-    def move(self, source: int, target: int, seq: int) -> None:
-        """One row of the transfer book."""
+    def move(self, source: int, target: int, seq: int, count: int = 0) -> None:
+        """One row of the transfer book. `count` is of blocks of a fetch."""
         idle = (source, target) == (A.OPEN, A.RELEASED) and not self.pairs  # it owes nobody
-        if source != self.state or ((source, target) not in STATES[self.origin.role] and not idle):
+        if source != self.state or ((source, target) not in self._states and not idle):
             names = f"from {A(source).name} to {A(target).name} in state {A(self.state).name}"
             self._say(Rule.WRONG_STATE, names, transfer=self.key)
         self.state = target
@@ -202,6 +206,11 @@ class End:
             self._check_bytes()
         if target == A.RELEASED:
             self._check_all((A.COMMITTED, A.RESIDENT))
+        if self.key.is_fetch and target == A.COMMITTED:
+            self.num_whole = count
+            self._check_all((A.WRITTEN,), count)
+        elif self.key.is_fetch and target == A.ADOPTED:
+            self.num_kept = count
 
     def _note(self, pair: Pair, reason: int, chunk: int, row: Chunk) -> None:
         if reason in (R.SENT, R.RESENT):
@@ -267,9 +276,9 @@ class End:
                 what = f"chunk {chunk} for rank {peer} is still read"
                 self._say(Rule.FENCE_SKIPPED, what, transfer=self.key)
 
-    def _check_all(self, wanted: tuple[Account, ...]) -> None:
+    def _check_all(self, wanted: tuple[Account, ...], num_blocks: int | None = None) -> None:
         for (peer, head), cells in self._cells.items():
-            wrong = np.argwhere(~np.isin(cells, wanted))
+            wrong = np.argwhere(~np.isin(cells[:, :num_blocks], wanted))
             if len(wrong):
                 layer, block = (int(i) for i in wrong[0])
                 what = f"head {head} with rank {peer} is {A(int(cells[layer, block])).name}"

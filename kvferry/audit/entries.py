@@ -29,6 +29,7 @@ _ENTRIES: dict[Book, dict[R, tuple[tuple[A, A], ...]]] = {
     Book.BINDINGS: {
         R.READ: ((A.OUTSIDE, A.OUTSIDE),),
         R.WRITE: ((A.OUTSIDE, A.OUTSIDE),),
+        R.KEPT: ((A.OUTSIDE, A.OUTSIDE),),
     },
     Book.CELLS: {
         R.ORDERED: ((A.OUTSIDE, A.OWED), (A.OUTSIDE, A.EXPECTED)),
@@ -51,6 +52,8 @@ _ENTRIES: dict[Book, dict[R, tuple[tuple[A, A], ...]]] = {
     Book.LOANS: {
         R.LENT: ((A.OUTSIDE, A.OUTSIDE),),
         R.BORROWED: ((A.OUTSIDE, A.OUTSIDE),),
+        R.PINNED: ((A.OUTSIDE, A.OUTSIDE),),
+        R.UNPINNED: ((A.OUTSIDE, A.OUTSIDE),),
     },
     Book.JOBS: {
         R.GATHERING: ((A.OUTSIDE, A.READING),),

@@ -23,7 +23,9 @@ class Process:
         self._replay(extract)
 
     def line(self) -> Line:
-        counts, ends = self.blocks.counts(), self.ends.values()
+        counts = self.blocks.counts()
+        fetches = [end for end in self.ends.values() if end.key.is_fetch]
+        ends = [end for end in self.ends.values() if not end.key.is_fetch]
         done = (Account.RELEASED, Account.COMMITTED, Account.ADOPTED)
         completed = sum(end.state in done for end in ends)
         ended = sum(end.ended for end in ends)
@@ -32,12 +34,13 @@ class Process:
             num_rows=self._num_rows,
             num_blocks=self.blocks.num_blocks,
             blocks_in_use=counts[Account.IN_USE],
-            transfers=len(self.ends),
+            transfers=len(ends),
             completed=completed,
             failed=ended - completed,
-            still_open=len(self.ends) - ended,
-            cells=sum(end.num_cells for end in ends),
-            num_bytes=sum(end.sent_bytes + end.written_bytes for end in ends),
+            still_open=len(ends) - ended,
+            fetches=len(fetches),
+            cells=sum(end.num_cells for end in [*ends, *fetches]),
+            num_bytes=sum(end.sent_bytes + end.written_bytes for end in [*ends, *fetches]),
             repaired=sum(len(p.nacked | p.asked) for e in ends for p in e.pairs.values()),
             dropped=sum(end.dropped for end in ends),
             rotten=self.blocks.num_rotten,
@@ -84,7 +87,13 @@ class Process:
             self.blocks.promise(target, count)
             return
         if book == Book.BINDINGS:
-            self.blocks.bind(key, reason, detail, count)
+            if reason == Reason.KEPT:
+                self.blocks.keep(detail, count)
+            else:
+                self.blocks.bind(key, reason, detail, count)
+            return
+        if reason in (Reason.PINNED, Reason.UNPINNED):
+            self.blocks.pin(reason, detail, count)
             return
         if reason == Reason.LENT:
             loan = Loan(layer, first, count, head, num_heads, peer)
@@ -101,7 +110,7 @@ class Process:
             if reason == Reason.CONFIRMED:
                 end.confirmed[peer] = seq
             else:
-                end.move(source, target, seq)
+                end.move(source, target, seq, count)
             if end.group_ended:
                 self.blocks.unbind(key)
             elif end.ended:
@@ -112,7 +121,8 @@ class Process:
         elif book == Book.JOBS:
             end.job(peer, detail, target)
         elif reason == Reason.ORDERED:
-            if (target == Account.OWED) != (self.origin.role == "prefill"):
+            sends = self.origin.role == "prefill" and not key.is_fetch
+            if (target == Account.OWED) != sends:
                 what = f"{Account(target).name} at {self.origin.role}"
                 self._say(Rule.MISENTERED, what, transfer=key)
             shape = (layer, first, count, head, num_heads, num_bytes)

@@ -20,6 +20,7 @@ class Rule(Enum):
     FREED_WHILE_OWNED = "a block with another owner stays in use"
     FREED_UNDER_WRITER = "a block stays in use while a transfer may write it"
     FREED_UNDER_READER = "a block stays in use while a transfer may read it"
+    FREED_UNDER_LOAN = "a block stays in use while cells of it are lent by name"
     FREED_UNCONFIRMED = "a block stays in use until every rank has confirmed its fence"
     CONFIRMED_UNFENCED = "a rank that confirms its fence has ended by its own books"
     WRITTEN_BY_TWO = "a block is written by one transfer at a time"
@@ -42,6 +43,7 @@ class Rule(Enum):
     COMMITTED_UNSEALED = "decode commits what prefill has sealed"
     RESENT_UNDAMAGED = "what is asked for again was damaged or lost"
     PARTIAL_GROUP = "a request is adopted when every rank has committed"
+    KEPT_UNFETCHED = "what is kept of a fetch has come whole on every rank"
     NO_COUNTERPART = "what one end moved is in the other end's books"
     OPEN_AT_REST = "nothing is under way at rest"
     HELD_AT_REST = "no block is owned at rest"
@@ -83,6 +85,7 @@ class Line:
     completed: int = 0
     failed: int = 0
     still_open: int = 0
+    fetches: int = 0
     cells: int = 0  # sent, or written
     num_bytes: int = 0
     repaired: int = 0  # chunks that were asked for again
@@ -95,6 +98,7 @@ class Report:
     broken: list[Broken] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     proved: int = 0  # transfers whose both sides agree
+    proved_fetches: int = 0  # whose cells are in the books of those who lent them, too
     one_sided: dict[TransferKey, str] = field(default_factory=dict)  # and which side is missing
     still_open: int = 0
     in_flight_lost: int = 0  # chunks sent that never came, in transfers that ended

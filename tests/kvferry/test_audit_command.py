@@ -33,7 +33,8 @@ def test_a_folder_of_both_sides_is_proved(tmp_path: Path) -> None:
     whole(both)
     proved, text = said([tmp_path])  # the processes still run
     assert proved
-    assert "1 transfers with both sides here, 0 seen from one side only, 0 open" in text
+    assert "1 transfers with both sides here, 0 fetches likewise" in text
+    assert "0 seen from one side only, 0 open" in text
     assert "no rule broken" in text
 
 
@@ -41,7 +42,7 @@ def test_a_side_without_a_file_is_no_alarm_and_no_proof(tmp_path: Path) -> None:
     whole(both_in(tmp_path))
     proved, text = said(sorted(tmp_path.glob("d.*")))
     assert proved
-    assert "0 transfers with both sides here, 1 seen from one side only" in text
+    assert "0 transfers with both sides here, 0 fetches likewise, 1 seen from one side only" in text
 
 
 def test_a_broken_rule_is_named_with_transfer_layer_and_block(tmp_path: Path) -> None:

@@ -89,9 +89,15 @@ def test_a_quarantine_is_told_with_pair_wire_time_and_reason() -> None:
     held = Quarantine("prefill-0", 7, "gloo", 61.2, 58.8, reason)
     odd = Quarantine("prefill-1", 7, "", 5.0, 55.0, "cells came damaged over grpc and gloo")
     dead = replace(held, epoch=6)
+    calls = Quarantine("prefill-0", 7, "call", 61.2, 58.8, "9 of 10 cells came damaged")
     load = replace(LOAD, quarantines=(held, odd, dead))
     decode = worker("decode-0", Role.DECODE).with_load(load)
     workers = [worker("prefill-0", Role.PREFILL), worker("prefill-1", Role.PREFILL), decode]
+    fetcher = workers[1].with_load(replace(LOAD, quarantines=(calls,)))
+    assert quarantines([workers[0], fetcher], datetime(2026, 1, 2, 10, 30)) == [
+        "prefill-0 (epoch 7) to prefill-1: what calls bring is in quarantine since 10:28:58, "
+        "for 59 s more: 9 of 10 cells came damaged"
+    ]
     assert quarantines(workers, datetime(2026, 1, 2, 10, 30)) == [
         "prefill-0 (epoch 7) to decode-0: the wire gloo is in quarantine since 10:28:58, "
         f"for 59 s more: {reason}",

@@ -529,3 +529,18 @@ def test_what_decode_leaves_alone_is_logged_once_and_when_it_is_over(bench: Benc
     assert "9 of the last 90 cells came damaged" in bench.lines.getvalue()
     bench.show(record("decode-0"))
     assert bench.lines.getvalue().count("worker.quarantine_over") == 1
+
+
+@pytest.mark.parametrize("wire", ["", "call"])
+def test_nothing_is_fetched_from_who_is_in_quarantine_for_it(bench: Bench, wire: str) -> None:
+    held = Quarantine("prefill-0", 1, wire, 1.0, 59.0, "9 of the last 90 cells came damaged")
+    load = replace(IDLE, quarantines=(held,))
+    shown = record("prefill-0"), record("prefill-1", load=load), record("decode-0")
+    bench.show(*shown)
+    ways = bench.snapshot().replicas.fetches
+    assert ways.get(("prefill-0", "prefill-1")) is None
+    assert ways.get(("decode-0", "prefill-1")) is not None
+    assert ways.get(("prefill-1", "prefill-0")) is not None
+    assert set(chosen_pairs(bench.snapshot())) == {"prefill-0", "prefill-1"}
+    bench.show(record("prefill-0", epoch=2), *shown[1:])
+    assert bench.snapshot().replicas.fetches.get(("prefill-0", "prefill-1")) is not None

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 from engine.clock import ManualClock
 from prefix_index.index import Load
+from prefix_index.quarantine import may_fetch
 from protos.worker_pb2 import PrefillSource
-from transport.quarantine import Quarantined
+from transport.quarantine import CALL, Quarantined
 from worker.quarantines import GroupQuarantines, reports_of
 
 TCP = Quarantined("p0", 3, "tcp", 5.0, 40.0, "9 of 90")
+CALLS = Quarantined("p0", 3, CALL, 1.0, 59.0, "7 of 70")
 SHM = Quarantined("p0", 3, "shm", 1.0, 59.0, "8 of 80")
 
 
@@ -59,3 +61,10 @@ def test_a_report_of_load_carries_quarantines_and_may_lack_them() -> None:
     assert Load.from_json(older) == load
     told = replace(load, quarantines=group.standing())
     assert Load.from_json(told.to_json()) == told
+
+
+def test_calls_that_a_rank_leaves_alone_are_known_as_such_to_all() -> None:
+    standing = GroupQuarantines(lambda: [CALLS], ManualClock()).standing()
+    assert not may_fetch(standing, "p0", 3)
+    assert may_fetch(standing, "p0", 4)
+    assert may_fetch(standing, "p1", 3)
