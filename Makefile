@@ -9,6 +9,7 @@ ROUTERS := .venv-peers/routers
 SOURCES := protos kernels kvcache model engine transport prefix_index \
            worker prefill_worker decode_worker router kvferry bench
 FOLDERS := $(wildcard $(SOURCES))
+JOBS    ?= 2
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -45,8 +46,14 @@ check: setup
 	$(BIN)/mypy $(FOLDERS) tests
 	$(BIN)/python -m pytest -q tests/test_floor_plan.py tests/test_names.py tests/test_stubs_current.py
 
+# Whole clusters one after another, on all cores; before them the rest, side by side.
 test: setup
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	$(BIN)/python -m pytest -m 'not timed and not cluster' -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m 'cluster and not timed'
+endif
 
 # Outside CI: they need a quiet machine, or most of an hour.
 test-timed: setup

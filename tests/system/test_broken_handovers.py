@@ -27,6 +27,7 @@ from tests.system.in_process import (
     prefill_worker,
     work_request,
 )
+from tests.transport.harness import soon
 from transport.fault_wire import FaultConnector, Item
 from transport.loopback_wire import LoopbackWire
 from worker.rank_parts import manifest_of
@@ -133,7 +134,7 @@ async def hand_in(prefill: PrefillWorker, decode: DecodeWorker, seed: int) -> "a
 
     task = asyncio.create_task(read())
     await asyncio.wait_for(sampled.wait(), 5)
-    assert prefill.engine.books().held_requests == 1
+    await soon(lambda: prefill.engine.books().held_requests == 1)  # the token came first
     return task
 
 

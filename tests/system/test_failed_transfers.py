@@ -77,7 +77,7 @@ class Killable:
 def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk carries one block of one layer."""
     small = partial(TransportConfig, chunk_bytes=1)
-    monkeypatch.setattr("prefill_worker.side.TransportConfig", small)
+    monkeypatch.setattr("prefill_worker.settings.TransportConfig", small)
 
 
 async def heard(events: AsyncIterator[Any], into: list[Any]) -> None:
