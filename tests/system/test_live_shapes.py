@@ -8,10 +8,8 @@ import pytest
 
 from model.checksum_reference import checksum_continuation
 from model.config import ChecksumConfig
-from model.source import open_model
 from protos import inference_pb2 as pb
 from tests.system.live_cluster import Changes, LiveCluster, Reply, live_cluster
-from tests.system.oracle import greedy_differences
 
 pytestmark = pytest.mark.cluster
 
@@ -70,19 +68,3 @@ async def matched(cluster: LiveCluster, prompt: list[int], prefill: str) -> int:
     (found,) = [each for each in answer.explanation.candidates if each.prefill == prefill]
     assert not found.refused
     return int(found.prefill_matched_tokens)
-
-
-@pytest.mark.timeout(300)
-async def test_the_real_model_gives_its_own_tokens_from_blocks_of_32_to_blocks_of_16(
-    tmp_path: Path,
-) -> None:
-    text = (Path(__file__).parents[2] / "LICENSE").read_text()
-    ids = open_model("smollm2").tokenizer().encode(text)
-    prefill = {"p": {"block_size": 32, "kv_layout": "token-major", "num_blocks": 64}}
-    async with live_cluster(tmp_path, "smollm2", prefill, {"d": {"num_blocks": 64}}) as cluster:
-        prompt, pins = ids[:100], pb.Pins(prefill="p", decode="d")
-        cold, warm = await greedy(cluster, prompt, pins), await greedy(cluster, prompt, pins)
-        assert greedy_differences(tuple(prompt), tuple(cold.output)) == []
-        assert warm.output == cold.output
-        assert (warm.usage.cached_tokens, warm.usage.journey.decode_cached_blocks) == (96, 6)
-        await cluster.settled()

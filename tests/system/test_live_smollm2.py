@@ -28,7 +28,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Liv
     async with live_cluster(
         tmp_path_factory.mktemp("cluster"),
         "smollm2",
-        prefill={f"p{tp}": {"tp": tp, "num_blocks": 256} for tp in (1, 3)},
+        prefill={f"p{tp}": {"tp": tp, "num_blocks": 256} for tp in (1, 3)}
+        | {"p32": {"block_size": 32, "kv_layout": "token-major", "num_blocks": 64}},
         decode={f"d{tp}": {"tp": tp, "num_blocks": 256} for tp in (1, 2, 3)},
     ) as cluster:
         yield cluster
@@ -68,6 +69,17 @@ async def test_every_way_through_the_cluster_gives_the_models_own_greedy_tokens(
             for output in (cold, warm):
                 if output != alone:  # right all the same if the model itself cannot tell
                     assert greedy_differences(tuple(prompt), tuple(output)) == [], pins
+    await cluster.settled()
+
+
+async def test_blocks_of_32_to_blocks_of_16_give_the_models_own_tokens(
+    cluster: LiveCluster,
+) -> None:
+    prompt, pins = prompts()[14], pb.Pins(prefill="p32", decode="d1")
+    await cluster.flush()
+    cold, cached = await greedy(cluster, prompt, pins)
+    assert (len(prompt), cached, greedy_differences(tuple(prompt), tuple(cold))) == (100, 0, [])
+    assert await greedy(cluster, prompt, pins) == (cold, 96)
     await cluster.settled()
 
 
