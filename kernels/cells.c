@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 
 #include "cells.h"
 
@@ -73,26 +74,32 @@ static void clear_tail(const layout *at, char *cells, int64_t tail_slots, digest
     }
 }
 
-/* Gather as above, and send it all through the socket `fd`, as much at a time as `room` takes: what
- * is small enough to be in a cache still when the kernel copies it costs half. Returns how many bytes
- * have left: all, or those before the socket took none for `patience_ms`; or -errno. */
+/* Gather as above, and send it all through the socket `fd`, `piece_blocks` at a time, their digests
+ * before their cells: what is small enough to be in a cache still when the kernel copies it costs
+ * half. `room` takes one piece. Returns how many bytes have left: all, or those before the socket took
+ * none for `patience_ms`; or -errno. */
 int64_t pour_cells(int fd, char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
-                   int64_t tail_slots, char *room, int64_t room_bytes, int patience_ms,
+                   int64_t tail_slots, int64_t piece_blocks, char *room, int patience_ms,
                    digest_fn digest, uint64_t *digests) {
     const int64_t num_cells = (at->hi - at->lo) * at->num_planes;
     const int64_t block_bytes = num_cells * at->num_slots * at->slot_bytes;
-    const int64_t step = room_bytes / block_bytes;
     int64_t gone = 0;
-    for (int64_t b = 0; step && b < num_blocks; b += step) {
-        const int64_t count = num_blocks - b < step ? num_blocks - b : step;
-        gather_cells(pool, at, blocks + b, count, room, block_bytes, digest,
-                     digests ? digests + b * num_cells : NULL, num_cells);
+    for (int64_t b = 0; b < num_blocks; b += piece_blocks) {
+        const int64_t count = num_blocks - b < piece_blocks ? num_blocks - b : piece_blocks;
+        const int64_t proof_bytes = count * num_cells * (int64_t)sizeof *digests;
+        const int64_t piece_bytes = proof_bytes + count * block_bytes;
+        char *cells = room + proof_bytes;
+        uint64_t *proofs = digests ? digests + b * num_cells : NULL;
+        gather_cells(pool, at, blocks + b, count, cells, block_bytes, digest, proofs, num_cells);
         if (tail_slots && b + count == num_blocks)
-            clear_tail(at, room + (count - 1) * block_bytes, tail_slots, digest,
-                       digests ? digests + (num_blocks - 1) * num_cells : NULL);
-        for (int64_t sent = 0; sent < count * block_bytes;) {
-            ssize_t now = send(fd, room + sent, count * block_bytes - sent,
-                               MSG_NOSIGNAL | MSG_DONTWAIT);
+            clear_tail(at, cells + (count - 1) * block_bytes, tail_slots, digest,
+                       proofs ? proofs + (count - 1) * num_cells : NULL);
+        if (proofs)
+            memcpy(room, proofs, proof_bytes);
+        else
+            memset(room, 0, proof_bytes);
+        for (int64_t sent = 0; sent < piece_bytes;) {
+            ssize_t now = send(fd, room + sent, piece_bytes - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
             if (now >= 0) {
                 sent += now;
                 gone += now;
@@ -130,6 +137,59 @@ void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t 
             }
     }
     finish_copies();
+}
+
+static int64_t now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* The other way of `pour_cells`: read from the socket `fd` into `room`, a piece at a time, and scatter
+ * each piece as above while it is in a cache still. With `led`, its digests come before its cells, and
+ * a last number, `seal`, after all; else `digests` are here already, and only cells come. Without
+ * `proved` nothing is compared.
+ *
+ * `taken` bytes were taken by calls before this one; of a piece that has not come whole they lie in
+ * `room`. Returns how many are now: all, or those that came within `turn_ms`; or -errno, which is
+ * -EPIPE when no more will come. */
+int64_t catch_cells(int fd, char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
+                    int64_t piece_blocks, char *room, int64_t taken, int turn_ms, digest_fn digest,
+                    int led, int proved, uint64_t *digests, uint8_t *bad, uint64_t *seal) {
+    const int64_t num_cells = (at->hi - at->lo) * at->num_planes;
+    const int64_t block_bytes = num_cells * at->num_slots * at->slot_bytes;
+    const int64_t proof_bytes = led ? num_cells * (int64_t)sizeof *digests : 0;
+    const int64_t width = proof_bytes + block_bytes;
+    const int64_t piece_bytes = piece_blocks * width, all_cells = num_blocks * width;
+    const int64_t all = all_cells + (led ? (int64_t)sizeof *seal : 0);
+    const int64_t until = now_ms() + turn_ms;
+    while (taken < all) {
+        const int64_t from = taken < all_cells ? taken / piece_bytes * piece_bytes : all_cells;
+        const int64_t end = taken < all_cells ? all_cells : all;
+        const int64_t to = from + piece_bytes < end ? from + piece_bytes : end;
+        ssize_t now = recv(fd, room + (taken - from), to - taken, MSG_DONTWAIT);
+        if (now == 0) return -EPIPE;
+        if (now < 0 && errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK) return -errno;
+        if (now > 0) taken += now;
+        if (now > 0 && taken == to && from < all_cells) {
+            const int64_t first = from / width, count = (to - from) / width;
+            uint64_t *proofs = digests + first * num_cells;
+            memcpy(proofs, room, count * proof_bytes);
+            scatter_cells(pool, at, blocks + first, count, room + count * proof_bytes, block_bytes,
+                          digest, proved ? proofs : NULL, num_cells, bad + first * num_cells);
+        } else if (now > 0 && taken == to) {
+            memcpy(seal, room, sizeof *seal);
+        }
+        const int64_t left = until - now_ms();
+        if (left <= 0) return taken;
+        if (now < 0 && errno != EINTR) {
+            struct pollfd ready = {.fd = fd, .events = POLLIN};
+            int found = poll(&ready, 1, (int)left);
+            if (found == 0) return taken;
+            if (found < 0 && errno != EINTR) return -errno;
+        }
+    }
+    return taken;
 }
 
 void digest_cells(digest_fn digest, const char *cells, int64_t num_cells, int64_t cell_bytes,

@@ -79,17 +79,19 @@ class HostCells(NamedTuple):
         layout: Layout,
         block_ids: NDArray[np.int64],
         tail_slots: int,
+        piece_blocks: int,
         room: NDArray[np.uint8],
         patience_ms: int,
         digests: NDArray[np.uint64] | None,
     ) -> int:
-        """Gather, and send it through the socket `fd`, piece by piece in `room`. Of the last block
-        `tail_slots` slots have meaning, 0: all. `digests`, if given, is dense.
+        """Gather, and send it through the socket `fd`, `piece_blocks` at a time in `room`, which
+        must hold as many: their digests, then their cells. Of the last block `tail_slots` slots
+        have meaning, 0: all. `digests`, if given, is dense; else what is sent of them is 0.
 
         Returns how many bytes have left: fewer than all where the socket takes none for
-        `patience_ms`, or a block does not fit into `room`. Raises OSError.
+        `patience_ms`. Raises OSError.
         """
-        gone = int(
+        return _count(
             self.library.pour_cells(
                 ctypes.c_int(fd),
                 ctypes.c_void_p(pool),
@@ -97,16 +99,57 @@ class HostCells(NamedTuple):
                 ctypes.c_void_p(block_ids.ctypes.data),
                 ctypes.c_int64(len(block_ids)),
                 ctypes.c_int64(tail_slots),
+                ctypes.c_int64(piece_blocks),
                 ctypes.c_void_p(room.ctypes.data),
-                ctypes.c_int64(room.nbytes),
                 ctypes.c_int(patience_ms),
                 self.digest,
                 ctypes.c_void_p(None if digests is None else digests.ctypes.data),
             )
         )
-        if gone < 0:
-            raise OSError(-gone, os.strerror(-gone))
-        return gone
+
+    def catch(
+        self,
+        fd: int,
+        pool: int,
+        layout: Layout,
+        block_ids: NDArray[np.int64],
+        piece_blocks: int,
+        room: NDArray[np.uint8],
+        taken: int,
+        turn_ms: int,
+        led: bool,
+        proved: bool,
+        digests: NDArray[np.uint64],
+        bad: NDArray[np.bool_],
+        seal: NDArray[np.uint64],
+    ) -> int:
+        """The other way: read from the socket `fd` and scatter, `piece_blocks` at a time in `room`,
+        which must hold as many and be the same from call to call. With `led`, `digests` and `seal`
+        come, too; else `digests` are given. With `proved`, only cells that are what these say are
+        written, and `bad` becomes true for the others.
+
+        `taken` bytes came before; returns how many have now: fewer than all after `turn_ms`.
+        Raises OSError, of which a BrokenPipeError says that no more will come.
+        """
+        return _count(
+            self.library.catch_cells(
+                ctypes.c_int(fd),
+                ctypes.c_void_p(pool),
+                ctypes.byref(layout),
+                ctypes.c_void_p(block_ids.ctypes.data),
+                ctypes.c_int64(len(block_ids)),
+                ctypes.c_int64(piece_blocks),
+                ctypes.c_void_p(room.ctypes.data),
+                ctypes.c_int64(taken),
+                ctypes.c_int(turn_ms),
+                self.digest,
+                ctypes.c_int(led),
+                ctypes.c_int(proved),
+                ctypes.c_void_p(digests.ctypes.data),
+                ctypes.c_void_p(bad.ctypes.data),
+                ctypes.c_void_p(seal.ctypes.data),
+            )
+        )
 
     def scatter(
         self,
@@ -148,6 +191,13 @@ class HostCells(NamedTuple):
         return found
 
 
+def _count(result: int) -> int:
+    """Raises OSError for what is -errno."""
+    if result < 0:
+        raise OSError(-result, os.strerror(-result))
+    return result
+
+
 def _rows(digests: NDArray[np.uint64] | None) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
     """Where the digests are, and how many cells on those of the next block."""
     if digests is None:
@@ -162,7 +212,9 @@ def load() -> HostCells | None:
     """The compiled functions, or None where they cannot be had or do not do what they should."""
     address, count = ctypes.c_void_p, ctypes.c_int64
     cells = [address, address, address, count, address, count, address, address, count]
-    pour = [ctypes.c_int, *cells[:4], count, address, count, ctypes.c_int, address, address]
+    number = ctypes.c_int
+    pour = [number, *cells[:4], count, count, address, number, address, address]
+    catch = [number, *cells[:4], count, address, count, number, address, number, number]
     return loaded(
         SOURCE,
         signatures={
@@ -170,6 +222,7 @@ def load() -> HostCells | None:
             "scatter_cells": (None, [*cells, address]),
             "digest_cells": (None, [address, address, count, count, address]),
             "pour_cells": (count, pour),
+            "catch_cells": (count, [*catch, address, address, address]),
         },
         make=_tried,
         otherwise="cells are gathered, scattered and digested by numpy, slower",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
 from kvcache import host_memory
+from kvcache.cell_catcher import CellCatcher
 from kvcache.device_cells import DeviceCells
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten, KeptDigests
@@ -125,10 +126,24 @@ class KvStore:
         tail_tokens: int | None,
         fd: int,
         room: NDArray[np.uint8],
+        piece_blocks: int,
         digests: NDArray[np.uint64] | None,
     ) -> int:
         """As `PoolCells`, by whole blocks."""
-        return self._cells.pour_cells(layer, block_ids, heads, tail_tokens, fd, room, digests)
+        return self._cells.pour_cells(
+            layer, block_ids, heads, tail_tokens, fd, room, piece_blocks, digests
+        )
+
+    def catcher(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        piece_blocks: int,
+        digests: NDArray[np.uint64] | None = None,
+    ) -> CellCatcher | None:
+        """As `PoolCells`, by whole blocks."""
+        return self._cells.catcher(layer, block_ids, heads, piece_blocks, digests)
 
     def scatter_cells(
         self,

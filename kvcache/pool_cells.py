@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels import host_cells
 from kernels.gather_blocks import gather_cells
 from kernels.scatter_blocks import scatter_cells
+from kvcache.cell_catcher import CellCatcher
 from kvcache.cells import bad_cells, cell_digests
 from kvcache.device_cells import DeviceCells
 from kvcache.head_map import HeadInterval
@@ -130,29 +131,68 @@ class PoolCells:
         tail_tokens: int | None,
         fd: int,
         room: NDArray[np.uint8],
+        piece_blocks: int,
         digests: NDArray[np.uint64] | None,
     ) -> int:
-        """As `gather_cells`, but the cells leave through the socket `fd`, piece by piece in `room`.
+        """As `gather_cells`, but the cells leave through the socket `fd`, `piece_blocks` at a time
+        in `room`, which must hold as many: their digests, u64 each, then their cells.
 
         Returns how many bytes have left: none where it cannot be done so, and not all where the
         socket takes no more for some milliseconds, so that the blocks are not held by who reads
         slowly: then all is to be gathered once more, for what is left. Raises OSError, and
-        BlockRotten when all has left.
+        BlockRotten when all has left. Without `digests`, what is sent of them is 0.
         """
         pool_NPHSD = self._layers[layer]
         runs, ids_B = self._local_runs(heads), self._checked(block_ids)
         if self._host is None or len(runs) != 1 or not len(ids_B):
             return 0
         compare = self._comparison(layer, ids_B, heads, tail_tokens, digests)
-        num_planes, slot_bytes = pool_NPHSD.shape[1], pool_NPHSD.shape[4] * pool_NPHSD.itemsize
-        num_cells = len(heads) * num_planes
-        cell_bytes = self.spec.block_size * slot_bytes
+        num_cells, block_bytes = self._block(layer, heads)
+        assert room.nbytes >= min(piece_blocks, len(ids_B)) * (block_bytes + 8 * num_cells)
         ((layout, _, _),) = self._host_runs(pool_NPHSD, runs, _NO_CELLS)
         pool, tail = pool_NPHSD.data_ptr(), tail_tokens or 0
-        gone = self._host.pour(fd, pool, layout, ids_B, tail, room, PATIENCE_MS, digests)
-        if gone == len(ids_B) * num_cells * cell_bytes:
+        gone = self._host.pour(
+            fd, pool, layout, ids_B, tail, piece_blocks, room, PATIENCE_MS, digests
+        )
+        if gone == len(ids_B) * (block_bytes + 8 * num_cells):
             compare()
         return gone
+
+    def catcher(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        piece_blocks: int,
+        digests: NDArray[np.uint64] | None = None,
+    ) -> CellCatcher | None:
+        """What writes the cells of `heads` (ascending) into `block_ids` as they come out of a
+        socket, where it can be done so; they come as `pour_cells` sends them, and then a u64. With
+        `digests` [num_cells], only cells come.
+        """
+        pool_NPHSD = self._layers[layer]
+        runs, ids_B = self._local_runs(heads), self._checked(block_ids)
+        if self._host is None or len(runs) != 1 or not len(ids_B) or piece_blocks < 1:
+            return None
+        ((layout, _, _),) = self._host_runs(pool_NPHSD, runs, _NO_CELLS)
+        num_cells, block_bytes = self._block(layer, heads)
+        if digests is not None and len(digests) != len(ids_B) * num_cells:
+            return None
+        pool = pool_NPHSD.data_ptr()
+        made = CellCatcher(
+            self._host, pool, layout, ids_B, block_bytes, num_cells, piece_blocks, digests
+        )
+        if self._kept is not None:
+            touched = np.unique(ids_B // self._parts) if self._parts > 1 else ids_B
+            made.keep_in(self._kept, layer, self._locals(heads), touched, self._parts == 1)
+        return made
+
+    def _block(self, layer: int, heads: Sequence[int]) -> tuple[int, int]:
+        """How many cells of `heads` a block has, and their bytes."""
+        _, num_planes, _, _, head_dim = self._layers[layer].shape
+        num_cells = len(heads) * num_planes
+        item_bytes = self._layers[layer].element_size()
+        return num_cells, num_cells * self.spec.block_size * head_dim * item_bytes
 
     def _comparison(
         self,

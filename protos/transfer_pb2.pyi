@@ -116,7 +116,7 @@ class Credit(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., window_bytes: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("seq", "layer", "first_block", "num_blocks", "payload_bytes", "digests", "payload", "heads", "check")
+    __slots__ = ("seq", "layer", "first_block", "num_blocks", "payload_bytes", "digests", "payload", "heads", "check", "piece_blocks")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class Chunk(_message.Message):
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     layer: int
     first_block: int
@@ -135,7 +136,8 @@ class Chunk(_message.Message):
     payload: bytes
     heads: _containers.RepeatedScalarFieldContainer[int]
     check: int
-    def __init__(self, seq: _Optional[int] = ..., layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., heads: _Optional[_Iterable[int]] = ..., check: _Optional[int] = ...) -> None: ...
+    piece_blocks: int
+    def __init__(self, seq: _Optional[int] = ..., layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., heads: _Optional[_Iterable[int]] = ..., check: _Optional[int] = ..., piece_blocks: _Optional[int] = ...) -> None: ...
 
 class CellRun(_message.Message):
     __slots__ = ("layer", "first_block", "num_blocks", "heads")

@@ -7,13 +7,14 @@ from xxhash import xxh3_64_intdigest
 from protos.transfer_pb2 import Chunk
 from transport.orders import ShipmentKey
 
-_PLACE = struct.Struct("<IQQIIIIQI")
+_PLACE = struct.Struct("<IQQIIIIQII")
 
 
 def chunk_check(key: ShipmentKey, chunk: Chunk) -> int:
     """xxh3-64 over the shipment's key and everything a chunk says of itself, its digests included.
 
-    A chunk of another shipment, or with a damaged header, does not bear it.
+    A chunk of another shipment, or with a damaged header, does not bear it. It is never 0, which in
+    place of one says that a chunk was given up.
     """
     place = _PLACE.pack(
         key.attempt,
@@ -25,6 +26,7 @@ def chunk_check(key: ShipmentKey, chunk: Chunk) -> int:
         chunk.num_blocks,
         chunk.payload_bytes,
         len(chunk.heads),
+        chunk.piece_blocks,
     )
     heads = struct.pack(f"<{len(chunk.heads)}I", *chunk.heads)
-    return xxh3_64_intdigest(b"".join((key.transfer_id, place, heads, chunk.digests)))
+    return xxh3_64_intdigest(b"".join((key.transfer_id, place, heads, chunk.digests))) or 1

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.kept_digests import BlockRotten
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame, Open, SealAll
 from transport.books import SendingBook
@@ -16,9 +17,12 @@ from transport.chunk_check import chunk_check
 from transport.link import Outlet
 from transport.orders import FirstToken, ShipmentOrder, ShipmentReport
 from transport.outgoing import Outgoing, Part, Run
+from transport.pieces import piece_blocks
 from transport.port import Port
 from transport.readers import Readers
 from transport.shipment import Shape
+
+T = TypeVar("T")
 
 
 class CellSource(Protocol):
@@ -55,6 +59,7 @@ class Pool(CellSource, Protocol):
         tail_tokens: int | None,
         fd: int,
         room: NDArray[np.uint8],
+        piece_blocks: int,
         digests: NDArray[np.uint64] | None,
     ) -> int: ...
 
@@ -133,46 +138,59 @@ def pour(
     heads: Sequence[int],
     part: Part,
     outlet: Outlet,
-) -> Frame | None:
-    """As `gather`, but the payload leaves while it is built."""
+) -> int | None:
+    """As `gather`, but the payload leaves while it is built, behind its frame. Returns its seal."""
     work = partial(_pour, source, departure, heads, part, outlet)
     return _read(departure, rank, part, work)
 
 
-def _read(departure: Departure, rank: int, part: Part, work: Callable[[], Frame]) -> Frame | None:
+def _read(
+    departure: Departure, rank: int, part: Part, work: Callable[[], tuple[Chunk, T]]
+) -> T | None:
     with departure.readers.inside() as wanted:
         if not wanted:
             return None
         departure.book.gathering(rank, part.seq)
         try:
-            frame = work()
+            chunk, made = work()
         finally:
             departure.book.gathered(rank, part.seq)
-        departure.book.sent(rank, frame.chunk)  # before the end, which may come with leaving
-    return frame
+        departure.book.sent(rank, chunk)  # before the end, which may come with leaving
+    return made
 
 
 def _gather(
     source: Pool, departure: Departure, heads: Sequence[int], part: Part, room: memoryview
-) -> Frame:
-    source, run = _cut(source, departure), part.run
+) -> tuple[Chunk, Frame]:
+    source, run, key = _cut(source, departure), part.run, departure.order.key
     digests = _digests(departure, heads, run)
     out = np.frombuffer(room, dtype=np.uint8)
     source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out, digests)
-    return _frame(departure, part, room.nbytes, digests)
+    chunk = _chunk(part, room.nbytes, digests=_raw(digests))
+    chunk.check = chunk_check(key, chunk)
+    return chunk, Frame(key=key.to_proto(), chunk=chunk)
 
 
 def _pour(
     source: Pool, departure: Departure, heads: Sequence[int], part: Part, outlet: Outlet
-) -> Frame:
-    source, run = _cut(source, departure), part.run
+) -> tuple[Chunk, int]:
+    source, run, key = _cut(source, departure), part.run, departure.order.key
     digests = _digests(departure, heads, run)
+    num_blocks, num_bytes = len(run.block_ids), outlet.num_bytes
+    count = piece_blocks(num_bytes // num_blocks, len(digests) // num_blocks)
+    chunk = _chunk(part, num_bytes, piece_blocks=count)
+    chunk.check = chunk_check(key, chunk)
     cells = (run.layer, run.block_ids, heads, run.tail_tokens)
-    fd, piece = outlet.begin()
-    outlet.gone(source.pour_cells(*cells, fd, piece, digests))
-    if (room := outlet.rest()) is not None:
+    fd, piece = outlet.begin(Frame(key=key.to_proto(), chunk=chunk), len(digests))
+    try:
+        outlet.gone(source.pour_cells(*cells, fd, piece, count, digests))
+    except BlockRotten:  # which is found out when all has left
+        outlet.all_gone()
+        raise
+    if (room := outlet.rest(digests)) is not None:
         source.gather_cells(*cells, room, digests)
-    return _frame(departure, part, outlet.num_bytes, digests)
+    chunk.digests = _raw(digests)
+    return chunk, chunk_check(key, chunk)
 
 
 def _cut(source: Pool, departure: Departure) -> Pool:
@@ -185,16 +203,19 @@ def _digests(departure: Departure, heads: Sequence[int], run: Run) -> NDArray[np
     return np.empty(len(run.block_ids) * len(heads) * num_planes, dtype=np.uint64)
 
 
-def _frame(departure: Departure, part: Part, num_bytes: int, digests: NDArray[np.uint64]) -> Frame:
-    run, key = part.run, departure.order.key
-    chunk = Chunk(
+def _raw(digests: NDArray[np.uint64]) -> bytes:
+    return digests.astype("<u8", copy=False).tobytes()
+
+
+def _chunk(part: Part, num_bytes: int, digests: bytes = b"", piece_blocks: int = 0) -> Chunk:
+    run = part.run
+    return Chunk(
         seq=part.seq,
         layer=run.layer,
         first_block=run.first_block,
         num_blocks=len(run.block_ids),
         payload_bytes=num_bytes,
-        digests=digests.astype("<u8", copy=False).tobytes(),
+        digests=digests,
         heads=part.heads,
+        piece_blocks=piece_blocks,
     )
-    chunk.check = chunk_check(key, chunk)
-    return Frame(key=key.to_proto(), chunk=chunk)

@@ -14,7 +14,7 @@ import numpy as np
 from kvcache import host_memory
 from protos.transfer_pb2 import Hello
 from transport.frame_socket import MAX_PAYLOAD_BYTES, FrameSocket, parse_frame
-from transport.link import Connector, Fill, Link, LinkClosed
+from transport.link import Connector, Fill, Link, LinkClosed, Payload
 from transport.meeting import await_caller, call, listen_tcp
 from transport.pair_group import DECODE, PREFILL, PairGroup, PairStore, Rendezvous
 from transport.socket_link import SocketLink
@@ -82,7 +82,7 @@ class DecodeDistLink(SocketLink):
         self._staging = Staging()
         super().__init__(control, stream)
 
-    def _take(self, frame: bytes, num_bytes: int, place: int, payload: memoryview | None) -> None:
+    def _take(self, frame: bytes, num_bytes: int, place: int, payload: Payload) -> None:
         if place != GROUP:
             super()._take(frame, num_bytes, place, payload)
             return

@@ -4,16 +4,14 @@ Every message is a header, a frame, and perhaps a payload:
 
     frame_bytes     u32
     payload_bytes   u32
-    place           i32: INLINE, the payload follows; AHEAD, it does, and has no frame yet; OF_LAST,
-                    it came ahead of this frame, right before; RETURN, the frame is a list of
-                    slots, u16 each; otherwise the slot of a shared ring in which it lies
-
-A payload that came ahead and is followed by anything else comes to nothing.
+    place           i32: INLINE, the payload follows; RETURN, the frame is a list of slots, u16
+                    each; otherwise the slot of a shared ring in which it lies
 
 Small messages leave and arrive on the event loop. Payloads are written and read whole, each by one
 blocking call on a thread: the loop would be woken for every few kilobytes, and each time would have
 to take the interpreter's lock from whoever computes. The thread that writes a payload may build it,
-too, in memory that it alone uses again and again, or pour it out piece by piece.
+too, in memory that it alone uses again and again, or pour it out piece by piece. Who is told of a
+payload before it is read may have the reading thread put it where it belongs.
 """
 
 import asyncio
@@ -25,31 +23,37 @@ import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache import host_memory
 from protos.transfer_pb2 import Frame
-from transport.link import Fill, LinkClosed, Pour, heed
+from transport.link import Fill, LinkClosed, Payload, Pour, heed
+from transport.pieces import GIVEN_UP, without
+from transport.socket_payloads import SocketInlet, SocketOutlet
 from transport.staging import Staging
 from transport.threads import Threads
 
 HEADER = struct.Struct("<IIi")
-INLINE, RETURN, AHEAD, OF_LAST = -1, -2, -4, -5  # -3 is a wire's own
-PIECE_BYTES = 512 << 10  # that are built and sent before the next: in a cache for both
+INLINE, RETURN = -1, -2  # -3 is a wire's own
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 64 << 20  # of one chunk: a frame that announces more is no chunk of ours
+MAX_VIEWS = 512  # for one system call
+WASTE_BYTES = 256 << 10  # read at once of what nobody wants
 MAX_ARRIVED = 2  # messages read before the loop looks at them: what lies longer leaves the caches
 
-Take = Callable[[bytes, int, int, memoryview | None], None]  # frame, payload_bytes, place, payload
+Take = Callable[[bytes, int, int, Payload], None]  # frame, payload_bytes, place, payload
+T = TypeVar("T")
 
 
 class FrameSocket:
     """Owns a connected socket. `take` gets what comes, `ended` why no more will; on the loop."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, unread: bool = False) -> None:
+        """With `unread`, payloads are told before they are read."""
         sock.setblocking(True)  # the threads block; the loop asks with MSG_DONTWAIT
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -57,13 +61,14 @@ class FrameSocket:
         self._reader = Threads(1, "kv-socket-read")
         self._room = memoryview(b"")  # in which payloads are built
         self._piece = np.empty(0, dtype=np.uint8)
-        self._lone: memoryview | None = None  # a payload that came ahead of its frame
-        self._staging = Staging()
+        self.staging = Staging()
+        self._unread = unread
+        self._inlet: SocketInlet | None = None  # what comes next, until it is read
         self._header = memoryview(bytearray(HEADER.size))
         self._frame: memoryview | None = None  # the one being read, once its header is
         self._rest = self._header  # what is still to be read of it
         self._about = (0, 0, INLINE)
-        self._arrived: deque[tuple[bytes, int, int, memoryview | None]] = deque()
+        self._arrived: deque[tuple[bytes, int, int, Payload]] = deque()
         self._told = False  # that the loop is to hand on what has arrived
         self._reading = False  # a thread does
         self._watched = False
@@ -167,25 +172,27 @@ class FrameSocket:
         """On the writer's thread."""
         writable = select.poll()
         writable.register(self._sock, select.POLLOUT)
-        writable.poll()  # here, where no block is held, and not in `begin_payload`
-        outlet, frame = SocketOutlet(self, num_bytes), None
+        writable.poll()  # here, where no block is held, and not in `begin`
+        outlet, seal = SocketOutlet(self, num_bytes), None
         try:
-            frame = pour(outlet)
+            seal = pour(outlet)
         finally:
-            outlet.end()
-        if frame is not None:
-            self.write_now(frame, None, num_bytes, OF_LAST)
+            outlet.end(GIVEN_UP if seal is None else seal)
 
-    def begin_payload(self, num_bytes: int) -> tuple[int, NDArray[np.uint8]]:
-        """One comes ahead of its frame. Only within `write`; returns the socket and a piece."""
-        if not self._piece.nbytes:
-            self._piece = np.empty(PIECE_BYTES, dtype=np.uint8)
-        self.write_bytes(memoryview(HEADER.pack(0, num_bytes, AHEAD)))
-        return self._sock.fileno(), self._piece
+    @property
+    def fd(self) -> int:
+        return self._sock.fileno()
 
-    def write_bytes(self, data: memoryview) -> None:
+    def piece(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Room for what passes, of the one thread that reads or writes payloads here."""
+        if self._piece.nbytes < num_bytes:
+            self._piece = np.empty(num_bytes, dtype=np.uint8)
+        return self._piece
+
+    def write_views(self, views: Sequence[memoryview]) -> None:
         """Only within `write`."""
-        self._write([data])
+        for first in range(0, len(views), MAX_VIEWS):
+            self._write(list(views[first : first + MAX_VIEWS]))
 
     def _write(self, pieces: list[memoryview]) -> None:
         """On the writer's thread."""
@@ -201,9 +208,30 @@ class FrameSocket:
 
     # reading
 
+    def take_in(self, inlet: "SocketInlet", work: Callable[[], T]) -> "asyncio.Future[T]":
+        """On the loop: `work` reads of the payload what it wants, on the reader's thread."""
+        if not self._open:
+            closed = self._loop.create_future()
+            closed.set_exception(LinkClosed("the socket is closed"))
+            return closed
+        self._reading = True
+        taking = self._reader.do(work)
+        taking.add_done_callback(heed)
+        self._reader.do(partial(self._read_behind, inlet)).add_done_callback(self._payloads_read)
+        return taking
+
+    def _read_behind(self, inlet: "SocketInlet") -> None:
+        """On the reader's thread: what nobody wanted, and all that is there behind it."""
+        waste = self.piece(WASTE_BYTES).data
+        while inlet.left:
+            self.read([waste[: inlet.left]])
+            inlet.left -= min(inlet.left, waste.nbytes)
+        self._inlet = None
+        self._read_payloads(self._advance())
+
     def _read_on(self) -> None:
         """On the loop, unless a thread reads: take all that is there."""
-        if self._reading or not self._open:
+        if self._reading or self._inlet is not None or not self._open:
             return
         try:
             self._go_on(self._advance())
@@ -212,12 +240,12 @@ class FrameSocket:
         except (OSError, LinkClosed) as error:
             self._go_on(None, over=error)
 
-    def _read_payloads(self, payload: memoryview) -> None:
+    def _read_payloads(self, payload: memoryview | None) -> None:
         """On the reader's thread: this payload, and all that is there behind it."""
-        room: memoryview | None = payload
+        room = payload
         del payload
         while room is not None:
-            self._read(room)
+            self.read([room])
             self._arrive(room)
             del room
             if not self._told:
@@ -256,7 +284,7 @@ class FrameSocket:
 
         None when it is enough for now. Raises BlockingIOError when there are no more.
         """
-        while self._open and not self._paused and len(self._arrived) < MAX_ARRIVED:
+        while self._wanted():
             num_bytes = self._sock.recv_into(self._rest, 0, socket.MSG_DONTWAIT)
             if not num_bytes:
                 raise LinkClosed("the other end closed the socket")
@@ -273,22 +301,24 @@ class FrameSocket:
                 if frame_bytes:
                     continue
             _, payload_bytes, place = self._about
-            if place in (INLINE, AHEAD) and payload_bytes:
-                return self._staging.take(payload_bytes)
-            self._arrive(None)
+            if place != INLINE or not payload_bytes:
+                self._arrive(None)
+            elif self._unread:
+                self._inlet = SocketInlet(self, payload_bytes)
+                self._arrive(self._inlet)
+            else:
+                return self.staging.take(payload_bytes)
         return None
 
-    def _arrive(self, payload: memoryview | None) -> None:
+    def _wanted(self) -> bool:
+        """Whether the next message may be read."""
+        free = self._open and not self._paused and self._inlet is None
+        return free and len(self._arrived) < MAX_ARRIVED
+
+    def _arrive(self, payload: Payload) -> None:
         frame, (_, payload_bytes, place) = self._frame, self._about
         assert frame is not None, "a message without its frame"
         self._frame, self._rest = None, self._header
-        lone, self._lone = self._lone, payload if place == AHEAD else None
-        if place == AHEAD:
-            return
-        if place == OF_LAST:
-            if lone is None or lone.nbytes != payload_bytes:
-                raise LinkClosed(f"{payload_bytes} bytes were to come ahead of their frame")
-            place, payload = INLINE, lone
         self._arrived.append((bytes(frame), payload_bytes, place, payload))
 
     def _tell(self) -> LinkClosed | None:
@@ -301,13 +331,14 @@ class FrameSocket:
             return error
         return None
 
-    def _read(self, view: memoryview) -> None:
-        """On the reader's thread."""
-        while view:
-            num_bytes = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+    def read(self, views: Sequence[memoryview]) -> None:
+        """Fill them all. On the reader's thread."""
+        left = list(views)
+        while left:
+            num_bytes, *_ = self._sock.recvmsg_into(left[:MAX_VIEWS], 0, socket.MSG_WAITALL)
             if not num_bytes:
                 raise ConnectionError("the other end closed the socket within a payload")
-            view = view[num_bytes:]
+            left = without(left, num_bytes)
 
     def _watch(self, on: bool) -> None:
         if on and not self._watched:
@@ -315,35 +346,6 @@ class FrameSocket:
         elif self._watched and not on:
             self._loop.remove_reader(self._sock)
         self._watched = on
-
-
-class SocketOutlet:
-    """One payload on its way out of a socket; see `transport.link.Outlet`."""
-
-    def __init__(self, stream: FrameSocket, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._stream = stream
-        self._left = 0
-        self._room: memoryview | None = None
-
-    def begin(self) -> tuple[int, NDArray[np.uint8]]:
-        self._left = self.num_bytes
-        return self._stream.begin_payload(self.num_bytes)
-
-    def gone(self, num_bytes: int) -> None:
-        self._left -= num_bytes
-
-    def rest(self) -> NDArray[np.uint8] | None:
-        if not self._left:
-            return None
-        self._room = self._stream.room(self.num_bytes)
-        return np.frombuffer(self._room, dtype=np.uint8)
-
-    def end(self) -> None:
-        """As many bytes leave as were announced, whatever became of the payload."""
-        if self._left:
-            room = self._room if self._room is not None else memoryview(bytes(self.num_bytes))
-            self._stream.write_bytes(room[self.num_bytes - self._left :])
 
 
 def pack_slots(slots: Sequence[int]) -> bytes:

@@ -1,7 +1,9 @@
 """What prefill ranks say to a decode rank, frame by frame.
 
-A chunk is verified and scattered by a copying thread; meanwhile the link reads on, as long as there
-is room for what waits. A frame of another life, or of a transfer that has ended, changes nothing.
+Where the wire tells of a chunk before its payload is read, it is decided then whether it is wanted,
+and the thread that reads verifies and writes it. Else a copying thread does, and meanwhile the link
+reads on, as long as there is room for what waits. A frame of another life, or of a transfer that
+has ended, changes nothing.
 """
 
 import asyncio
@@ -27,9 +29,11 @@ from transport.chunk_check import chunk_check
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.incoming import Remedy, Verdict
-from transport.landing import Landed, Lander, Landing
+from transport.landing import Catcher, Landed, Lander, Landing
+from transport.link import LinkClosed, Payload
 from transport.mender import Mender
 from transport.orders import Code, ShipmentKey, TransferFailed
+from transport.pieces import GIVEN_UP, staged
 from transport.port import Port
 
 REFUSALS = {
@@ -59,7 +63,7 @@ class PrefillFrames:
         self._clock = clock
         self._config = config
 
-    async def handle(self, port: Port, frame: Frame, payload: memoryview | None) -> None:
+    async def handle(self, port: Port, frame: Frame, payload: Payload) -> None:
         hello, key = port.link.hello, ShipmentKey.from_proto(frame.key)
         if (key.prefill_epoch, key.decode_epoch) != (
             hello.prefill_epoch,
@@ -80,7 +84,7 @@ class PrefillFrames:
         landing.incoming.pairs[hello.prefill_rank].heard_at = self._clock.now()
         match frame.WhichOneof("body"):
             case "chunk":
-                await self._take(landing, port, frame.chunk, payload)
+                await self._take(landing, port, frame, payload)
             case "seal_all":
                 self._seal(landing, port, frame.seal_all)
             case "abort":
@@ -151,26 +155,46 @@ class PrefillFrames:
             )
             port.post(Frame(key=order.key.to_proto(), credit=credit))
 
-    async def _take(
-        self, landing: Landing, port: Port, chunk: Chunk, payload: memoryview | None
-    ) -> None:
-        if chunk.check != chunk_check(landing.order.key, chunk):
-            self.counts.damaged_chunks += 1
-            num_cells = _num_cells(landing, payload)
-            self._arrivals.watch.landed(port, num_cells, num_cells)
-            landing.book.refused(port.link.hello.prefill_rank, chunk, Reason.BAD)
-            self._ask_again(landing, port, chunk, "a chunk's header is not what was sent")
+    def _is_damaged(self, landing: Landing, port: Port, chunk: Chunk, payload: Payload) -> bool:
+        """Whether a chunk's header is not what was sent; it is then asked for again."""
+        if chunk.check == chunk_check(landing.order.key, chunk):
+            return False
+        self.counts.damaged_chunks += 1
+        num_cells = _num_cells(landing, payload)
+        self._arrivals.watch.landed(port, num_cells, num_cells)
+        landing.book.refused(port.link.hello.prefill_rank, chunk, Reason.BAD)
+        self._ask_again(landing, port, chunk, "a chunk's header is not what was sent")
+        return True
+
+    async def _take(self, landing: Landing, port: Port, frame: Frame, payload: Payload) -> None:
+        rank, chunk = port.link.hello.prefill_rank, frame.chunk
+        if self._is_damaged(landing, port, chunk, payload):
             return
+        run = _run_of(chunk, chunk.heads or landing.incoming.pairs[rank].heads)
+        cells: memoryview | None = None
+        catcher: Catcher | None = None
+        if payload is None or isinstance(payload, memoryview):
+            cells = payload
+        elif chunk.heads or (catcher := self._lander.catcher(landing, run, chunk, payload)) is None:
+            try:
+                frame, cells = await staged(frame, payload)
+            except LinkClosed:
+                return  # who waits for the next frame hears why
+            given_up = chunk.piece_blocks and frame.chunk.check == GIVEN_UP
+            chunk = frame.chunk
+            if given_up or self._is_damaged(landing, port, chunk, cells):
+                return
         await port.room.acquire()
         if chunk.heads:
-            self._take_again(landing, port, chunk, payload)
+            self._take_again(landing, port, chunk, cells)
             return
-        rank = port.link.hello.prefill_rank
         verdict = landing.incoming.offer(rank, chunk)
         if verdict is Verdict.TAKE:
             landing.book.arrived(rank, chunk)
-            run = _run_of(chunk, landing.incoming.pairs[rank].heads)
-            job = self._lander.land(landing, run, chunk.digests, payload)
+            if catcher is not None:
+                job = self._lander.catch(landing, run, chunk, catcher)
+            else:
+                job = self._lander.land(landing, run, chunk.digests, cells)
             job.add_done_callback(partial(self._landed, landing, port, chunk))
             return
         port.room.release()
@@ -194,7 +218,7 @@ class PrefillFrames:
         landing.jobs.remove(job)
         rank = port.link.hello.prefill_rank
         error = job.exception()
-        if error is not None:
+        if error is not None and not isinstance(error, LinkClosed):
             landing.incoming.fail(Code.INTERNAL, f"layer {chunk.layer} was not written: {error!r}")
         landed = job.result() if error is None else Landed(written=False)
         if not landed.written:
@@ -266,7 +290,7 @@ class PrefillFrames:
         self._arrivals.review(landing)
 
 
-def _num_cells(landing: Landing, payload: memoryview | None) -> int:
+def _num_cells(landing: Landing, payload: Payload) -> int:
     """About how many cells a payload holds, of which nothing else is known."""
     layer = landing.incoming.shape.layers[0]
     num_bytes = payload.nbytes if payload is not None else 0

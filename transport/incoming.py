@@ -178,11 +178,15 @@ class Incoming:
         self._advance()
 
     def dropped(self, rank: int, chunk: Chunk) -> None:
-        """A taken chunk was not written, since the transfer had been given up."""
+        """A taken chunk was not written, or not all of it: the transfer was given up, or the chunk,
+        or its link went. What was written of it counts for nothing.
+        """
         pair = self.pairs[rank]
         pair.busy.remove(chunk.seq)
         first = chunk.first_block - self.first_block
         self._claimed_LBH[chunk.layer, first : first + chunk.num_blocks, pair.columns] = False
+        if pair.gone:
+            self.lose(rank, pair.gone)
 
     def offer_again(self, rank: int, run: CellRun) -> list[Cell]:
         """The cells of `run` when all of them are wanted now, and claimed; else none."""

@@ -1,21 +1,27 @@
-"""From staging into live blocks: the one place where received bytes touch the cache."""
+"""Into live blocks, from staging or past a room that stays in a cache: the one place where received
+bytes touch them.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.cell_catcher import CellCatcher
 from kvcache.cells import bad_cells
 from kvcache.spec import CacheSpec
-from protos.transfer_pb2 import CellRun, Frame
+from protos.transfer_pb2 import CellRun, Chunk, Frame
 from transport.books import ReceivingBook
 from transport.cell_runs import Cell, cells_of, runs_of
+from transport.chunk_check import chunk_check
 from transport.incoming import Incoming
+from transport.link import Inlet, LinkClosed
 from transport.orders import Receipt, ReceiptOrder
+from transport.pieces import GIVEN_UP, piece_blocks
 from transport.port import Port
 from transport.quarantine import LinkName
 from transport.threads import Threads
@@ -41,11 +47,27 @@ class CellSink(Protocol):
     ) -> NDArray[np.intp]: ...
 
 
+@runtime_checkable
+class CatchingSink(CellSink, Protocol):
+    """One whose cells may land while they are read."""
+
+    def cut(self, block_size: int) -> "CatchingSink": ...
+
+    def catcher(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        piece_blocks: int,
+        digests: NDArray[np.uint64] | None = None,
+    ) -> CellCatcher | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Landed:
     """What became of a run of cells: all good ones are in their blocks."""
 
-    written: bool = True  # else the transfer had been given up
+    written: bool = True  # else the transfer had been given up, or the chunk was
     damage: str = ""  # the first thing that was wrong, if anything was
     bad: Mapping[Cell, str] = field(default_factory=dict)  # not written, each with why
 
@@ -83,6 +105,7 @@ class Lander:
 
     def __init__(self, sink: CellSink, copiers: Threads) -> None:
         self._sink = sink
+        self._catching = sink if isinstance(sink, CatchingSink) else None
         self._copiers = copiers
 
     def land(
@@ -93,6 +116,75 @@ class Lander:
         job = self._copiers.do(work)
         landing.jobs.add(job)
         return job
+
+    def catcher(
+        self, landing: Landing, run: CellRun, chunk: Chunk, inlet: Inlet
+    ) -> "Catcher | None":
+        """What lets a chunk land while it is read, for `catch`; None when it is to be staged."""
+        sink, shape, first = self._catching, landing.incoming.shape, run.first_block
+        last = first + run.num_blocks
+        if sink is None or run.layer >= shape.num_layers or not first < last <= shape.num_blocks:
+            return None
+        if shape.parts > 1:
+            sink = sink.cut(shape.block_size)
+        ids = shape.part_ids(landing.order.block_table, first, last)
+        count, digests = chunk.piece_blocks, None
+        if not count:
+            whole = len(chunk.digests) // 8 * 8
+            digests = np.frombuffer(chunk.digests[:whole], "<u8").astype(np.uint64, copy=False)
+            count = piece_blocks(inlet.nbytes // run.num_blocks, 0)
+        made = sink.catcher(run.layer, ids, run.heads, count, digests)
+        fits = made is not None and made.num_bytes == inlet.nbytes
+        return Catcher(made, inlet) if made is not None and fits else None
+
+    def catch(
+        self, landing: Landing, run: CellRun, chunk: Chunk, catcher: "Catcher"
+    ) -> "asyncio.Future[Landed]":
+        """As `land`, by the thread that reads the payload, while it does."""
+        job = catcher.inlet.take(partial(catch, landing, run, chunk, catcher))
+        landing.jobs.add(job)
+        return job
+
+
+class Catcher(NamedTuple):
+    """What lets one payload land while it is read."""
+
+    cells: CellCatcher
+    inlet: Inlet
+
+
+def catch(landing: Landing, run: CellRun, chunk: Chunk, catcher: Catcher) -> Landed:
+    """On the thread that reads: verify cells and write the good ones, as they come.
+
+    A transfer that is given up is not written to any more after a few milliseconds, however slowly
+    cells come; an abort waits for this call to return. Raises LinkClosed when no more will come.
+    """
+    cells, inlet = catcher
+    room, whole = inlet.piece(cells.room_bytes), False
+    try:
+        while not whole:
+            if landing.incoming.failure is not None:
+                return Landed(written=False)
+            whole = cells.turn(inlet.fd, room)
+            inlet.came(cells.num_taken)
+    except OSError as error:
+        raise LinkClosed(f"a payload did not come: {error}") from error
+    finally:
+        if not whole:
+            cells.forget()
+    if chunk.piece_blocks:
+        if cells.seal == GIVEN_UP:
+            cells.forget()
+            return Landed(written=False)
+        sent = Chunk()
+        sent.CopyFrom(chunk)
+        sent.digests = cells.digests.astype("<u8", copy=False).tobytes()
+        if cells.seal != chunk_check(landing.order.key, sent):
+            cells.forget()
+            rows = np.arange(len(cells.digests))
+            return _landed(landing, run, rows, "its digests are not those that were sent")
+    cells.keep()
+    return _landed(landing, run, cells.bad_rows(), "")
 
 
 def land(
@@ -111,17 +203,22 @@ def land(
         rows, size = _scatter_proved(sink, landing, run, payload, digests), ""
     else:
         rows, size = bad_rows(payload, digests, num_rows, layer.cell_bytes)
-    bad = {}
+    landed = _landed(landing, run, rows, size)
+    if size:
+        _scatter(sink, landing, run, payload, landed.bad)
+    return landed
+
+
+def _landed(landing: Landing, run: CellRun, rows: NDArray[np.intp], why: str) -> Landed:
+    """What becomes of a run of which these rows are not written: why all of them are not, if so."""
+    layer, bad = landing.incoming.shape.layers[run.layer], {}
     for row in reversed(rows.tolist()):  # of a cell's planes the first is named
         place, plane = divmod(row, len(layer.planes))
         block, head = divmod(place, len(run.heads))
         cell = Cell(run.layer, run.first_block + block, run.heads[head])
-        why = size or "the digest does not match"
-        bad[cell] = f"{cell}, plane {layer.planes[plane]}: {why}"
-    if size:
-        _scatter(sink, landing, run, payload, bad)
+        bad[cell] = f"{cell}, plane {layer.planes[plane]}: {why or 'the digest does not match'}"
     where = f"layer {run.layer}, block {run.first_block}"
-    damage = next(reversed(bad.values()), f"{where}: {size}" if size else "")
+    damage = next(reversed(bad.values()), f"{where}: {why}" if why else "")
     return Landed(damage=damage, bad=bad)
 
 

@@ -14,7 +14,7 @@ that pair shares it. What a wire promises:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from protos.transfer_pb2 import Frame, Hello, Welcome
 
-PROTOCOL = 3  # raised with every change that an older build would misread
+PROTOCOL = 4  # raised with every change that an older build would misread
 
 T = TypeVar("T")
 
@@ -76,19 +76,24 @@ class Loader(Protocol):
 class Outlet(Protocol):
     """Where one payload leaves, while it is built, through a socket that is nobody else's then."""
 
-    num_bytes: int
+    num_bytes: int  # of cells
 
-    def begin(self) -> tuple[int, NDArray[np.uint8]]:
-        """Say how much will come. Returns the socket, and room for what has not left yet."""
+    def begin(self, frame: Frame, num_digests: int) -> tuple[int, NDArray[np.uint8]]:
+        """Say what will come: a chunk in pieces. Returns the socket, and room for one of them."""
 
     def gone(self, num_bytes: int) -> None:
-        """So much of the payload has been sent through the socket."""
+        """So much of the pieces has been sent through the socket."""
 
-    def rest(self) -> NDArray[np.uint8] | None:
-        """Where to build the whole payload if some of it is left, which then leaves from there."""
+    def all_gone(self) -> None:
+        """All of them have been."""
+
+    def rest(self, digests: NDArray[np.uint64]) -> NDArray[np.uint8] | None:
+        """Where to build all cells if something is left, which then leaves from there, and
+        `digests` with it.
+        """
 
 
-Pour = Callable[[Outlet], Frame | None]
+Pour = Callable[[Outlet], int | None]  # the seal of what left; None: it is given up
 
 
 @runtime_checkable
@@ -97,6 +102,49 @@ class Pourer(Protocol):
 
     def pour(self, num_bytes: int, pour: Pour) -> "asyncio.Future[None]":
         """As `Loader.load`. What has left comes to nothing if `pour` answers None or raises."""
+
+
+class Inlet(Protocol):
+    """Where one payload comes out of a socket that is nobody else's until it is read.
+
+    One of `take`, `stage` and `skip` is called, once. Nothing behind it comes before that is done.
+    """
+
+    nbytes: int
+
+    def take(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Let `work` read on the reader's thread, which may use the next three; what it leaves is
+        read, and is lost. Raises what `work` does; LinkClosed when the link is closed before.
+        """
+
+    @property
+    def fd(self) -> int: ...
+
+    def piece(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Room that stays in a cache."""
+
+    def came(self, num_bytes: int) -> None:
+        """So much has been read through the socket, in all."""
+
+    def room(self, num_bytes: int) -> memoryview:
+        """Memory to stage in, nobody else's until it is let go."""
+
+    def stage(self, views: Sequence[memoryview]) -> "asyncio.Future[None]":
+        """Read all into these. Raises OSError and LinkClosed."""
+
+    def skip(self) -> None:
+        """It is not wanted, unless somebody has taken it."""
+
+
+Payload = memoryview | Inlet | None
+
+
+@runtime_checkable
+class Opener(Protocol):
+    """A decode end that says what comes before it is read."""
+
+    async def recv_unread(self) -> tuple[Frame, Payload]:
+        """As `Link.recv`. The next one comes only when the inlet of this one is used."""
 
 
 class Connector(Protocol):

@@ -12,7 +12,14 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from protos.transfer_pb2 import Frame, Hello, Quarantine
 from transport.clock import Clock
-from transport.link import PROTOCOL, Connector, LinkClosed, LinkRefused, WireQuarantined
+from transport.link import (
+    PROTOCOL,
+    Connector,
+    LinkClosed,
+    LinkRefused,
+    Payload,
+    WireQuarantined,
+)
 from transport.orders import Code, Identity, ShipmentOrder, TransferFailed
 from transport.port import Port
 
@@ -123,7 +130,7 @@ class Peers:
         return port
 
     async def _read(self, address: Address, port: Port) -> None:
-        async def handle(frame: Frame, payload: memoryview | None) -> None:
+        async def handle(frame: Frame, payload: Payload) -> None:
             if frame.HasField("quarantine"):
                 self._retire(address, port, frame.quarantine)
             else:

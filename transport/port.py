@@ -7,12 +7,22 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 from protos.transfer_pb2 import Frame
-from transport.link import Fill, Link, LinkClosed, Loader, Pour, Pourer, heed
+from transport.link import (
+    Fill,
+    Link,
+    LinkClosed,
+    Loader,
+    Opener,
+    Payload,
+    Pour,
+    Pourer,
+    heed,
+)
 from transport.threads import Threads
 
 MAX_POSTED = 4096  # frames the other end has not taken: it does not read
 
-Handle = Callable[[Frame, memoryview | None], Awaitable[None]]
+Handle = Callable[[Frame, Payload], Awaitable[None]]
 
 
 class Port:
@@ -65,11 +75,18 @@ class Port:
             await self._send(frame, room)
 
     async def run(self, handle: Handle) -> str:
-        """Read until the link closes, and say why it did. Frames are handled one at a time."""
+        """Read until the link closes, and say why it did. Frames are handled one at a time; what
+        `handle` leaves unread of a payload is lost.
+        """
+        recv = self.link.recv_unread if isinstance(self.link, Opener) else self.link.recv
         writer = asyncio.create_task(self._write())
         try:
             while True:
-                await handle(*await self.link.recv())
+                frame, payload = await recv()
+                await handle(frame, payload)
+                if payload is not None and not isinstance(payload, memoryview):
+                    payload.skip()
+                del payload
         except LinkClosed as closed:
             return str(closed)
         finally:

@@ -115,10 +115,8 @@ class Pumps:
         num_bytes = len(part.run.block_ids) * block_bytes
         if departure.began_at is None:
             departure.began_at = self._clock.now()
-        fill, poured = (
-            partial(how, self._store, departure, rank, heads, part) for how in (gather, pour)
-        )
-        await port.load(num_bytes, fill, poured, self._copiers)
+        what = (self._store, departure, rank, heads, part)
+        await port.load(num_bytes, partial(gather, *what), partial(pour, *what), self._copiers)
         if not part.heads:
             pair.sent(part.seq, self._clock.now())
         self.counts.chunks += 1

@@ -26,7 +26,7 @@ from transport.frame_socket import (
     peer_uid,
     unpack_slots,
 )
-from transport.link import Connector, Fill, Link, LinkClosed
+from transport.link import Connector, Fill, Link, LinkClosed, Payload
 from transport.meeting import await_caller, call, listen_unix
 from transport.shm_ring import NUM_SLOTS, SLOT_BYTES, ShmRing, Slots
 from transport.socket_link import SocketLink
@@ -71,7 +71,7 @@ class PrefillShmLink(SocketLink):
             self._slots.post(slot)
             self._stream.write_now(frame, None, num_bytes, slot)
 
-    def _take(self, frame: bytes, num_bytes: int, place: int, payload: memoryview | None) -> None:
+    def _take(self, frame: bytes, num_bytes: int, place: int, payload: Payload) -> None:
         if place != RETURN:
             super()._take(frame, num_bytes, place, payload)
             return
@@ -92,7 +92,7 @@ class DecodeShmLink(SocketLink):
         self._told = False  # that the loop is to give them back
         super().__init__(control, stream)
 
-    def _take(self, frame: bytes, num_bytes: int, slot: int, payload: memoryview | None) -> None:
+    def _take(self, frame: bytes, num_bytes: int, slot: int, payload: Payload) -> None:
         if slot == INLINE:
             super()._take(frame, num_bytes, slot, payload)
             return

@@ -8,13 +8,15 @@ import asyncio
 from collections import deque
 
 from protos.transfer_pb2 import Frame
+from transport import link
 from transport.frame_socket import FrameSocket, parse_frame
 from transport.link import Ending, Fill, Link, LinkClosed
+from transport.pieces import staged
 
 MAX_AHEAD = 4  # messages read before they are wanted, so that the next payload is under way
 LAST_WORDS_S = 1.0  # for one half of a link to end after the other has
 
-Payload = memoryview | asyncio.Future[memoryview] | None  # one that is to come keeps its place
+Payload = link.Payload | asyncio.Future[memoryview]  # one that is to come keeps its place
 
 
 class SocketLink:
@@ -52,6 +54,13 @@ class SocketLink:
             await sent
 
     async def recv(self) -> tuple[Frame, memoryview | None]:
+        frame, payload = await self.recv_unread()
+        if payload is None or isinstance(payload, memoryview):
+            return frame, payload
+        return await self._end.unless(staged(frame, payload))
+
+    async def recv_unread(self) -> tuple[Frame, link.Payload]:
+        """As `recv`, with a payload that is still to be read if the socket leaves them so."""
         while not self._ahead:  # what was sent before the end still arrives
             self._end.check()
             self._stirred = asyncio.get_running_loop().create_future()
@@ -77,7 +86,7 @@ class SocketLink:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _take(self, frame: bytes, num_bytes: int, place: int, payload: memoryview | None) -> None:
+    def _take(self, frame: bytes, num_bytes: int, place: int, payload: link.Payload) -> None:
         """A message has come. Raises LinkClosed for one that makes no sense."""
         self._put_ahead(parse_frame(frame), payload)
 

@@ -1,7 +1,8 @@
-"""The TCP wire: payloads leave while they are built, and land by `recv_into`.
+"""The TCP wire: payloads leave while they are built, and land while they are read.
 
-They ride a socket of the pair. It crosses hosts. The decode rank listens on its own address for as
-long as it takes the prefill rank to come, and lets in nobody else.
+They ride a socket of the pair, in pieces that are in a cache still when the system copies them
+(`transport.pieces`). It crosses hosts. The decode rank listens on its own address for as long as it
+takes the prefill rank to come, and lets in nobody else.
 """
 
 import asyncio
@@ -45,10 +46,10 @@ class TcpAcceptor:
 
     async def accept(self, control: Link) -> Link:
         sock = await await_caller(control, listen_tcp(self._host), self._timeout_s)
-        return SocketLink(control, at_once(sock))
+        return SocketLink(control, at_once(sock, unread=True))
 
 
-def at_once(sock: socket.socket) -> FrameSocket:
+def at_once(sock: socket.socket, unread: bool = False) -> FrameSocket:
     """Acknowledgements are small and must not wait to be joined by others."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return FrameSocket(sock)
+    return FrameSocket(sock, unread)

@@ -176,6 +176,7 @@ def _digests(on: bool) -> Iterator[None]:
 
     gather, scatter = KvStore.gather_cells, KvStore.scatter_cells
     pour: Any = KvStore.pour_cells
+    catch: Any = KvStore.catcher
 
     def gather_only(*arguments: Any) -> Any:
         *others, digests = arguments
@@ -190,9 +191,15 @@ def _digests(on: bool) -> Iterator[None]:
     def scatter_only(*arguments: Any) -> Any:
         return scatter(*arguments[:-1])
 
+    def catch_only(*arguments: Any) -> Any:
+        catcher = catch(*arguments)
+        catcher.proved = False
+        return catcher
+
     with (
         patch.object(KvStore, "gather_cells", gather_only),
         patch.object(KvStore, "scatter_cells", scatter_only),
         patch.object(KvStore, "pour_cells", pour_only),
+        patch.object(KvStore, "catcher", catch_only),
     ):
         yield

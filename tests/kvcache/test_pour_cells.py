@@ -16,7 +16,7 @@ from kvcache.pool_cells import PoolCells
 from kvcache.spec import CacheSpec
 
 SPEC = CacheSpec.full(num_layers=2, num_kv_heads=4, head_dim=32, block_size=16, dtype="float32")
-BLOCK_BYTES = 4 * 2 * 16 * 32 * 4  # of one layer, all heads
+PIECE_BYTES = 4 * 2 * (8 + 16 * 32 * 4)  # of one block of one layer, all heads, with its digests
 IDS = [7, 3, 21, 0, 12, 13]
 
 
@@ -41,7 +41,7 @@ def poured(
     ids: list[int],
     heads: list[int],
     tail: int | None,
-    room_bytes: int,
+    piece_blocks: int,
 ) -> tuple[bytes, np.ndarray]:
     """What came out at the other end, and the digests."""
     ours, theirs = pair
@@ -54,9 +54,9 @@ def poured(
     reader = threading.Thread(target=read)
     reader.start()
     digests = np.zeros(len(ids) * len(heads) * 2, np.uint64)
-    room = np.zeros(room_bytes, np.uint8)
+    room = np.zeros(piece_blocks * PIECE_BYTES, np.uint8)
     try:
-        gone = store.pour_cells(1, ids, heads, tail, ours.fileno(), room, digests)
+        gone = store.pour_cells(1, ids, heads, tail, ours.fileno(), room, piece_blocks, digests)
     finally:
         ours.shutdown(socket.SHUT_WR)
         reader.join()
@@ -64,55 +64,64 @@ def poured(
     return bytes(got), digests
 
 
+def pieces_of(cells: np.ndarray, digests: np.ndarray, num_blocks: int, piece_blocks: int) -> bytes:
+    """As they go over the wire: the digests of some blocks, then their cells."""
+    cells_B, digests_B = cells.reshape(num_blocks, -1), digests.reshape(num_blocks, -1)
+    firsts = range(0, num_blocks, piece_blocks)
+    pairs = (
+        (each[first : first + piece_blocks] for each in (digests_B, cells_B)) for first in firsts
+    )
+    return b"".join(part.tobytes() for pair in pairs for part in pair)
+
+
 @pytest.mark.parametrize("layout", list(KvLayout))
 @pytest.mark.parametrize("heads", [[0, 1, 2, 3], [1, 2], [3]], ids=str)
 @pytest.mark.parametrize("tail", [None, 1, 15])
-@pytest.mark.parametrize("pieces", [1, 2.5, 100])
+@pytest.mark.parametrize("piece_blocks", [1, 4, 100])
 def test_what_is_poured_is_what_is_gathered(
     layout: KvLayout,
     heads: list[int],
     tail: int | None,
-    pieces: float,
+    piece_blocks: int,
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     store = random_store(layout)
     want_digests = np.zeros(len(IDS) * len(heads) * 2, np.uint64)
     want = store.gather_cells(1, IDS, heads, tail, digests=want_digests)
-    room_bytes = round(pieces * BLOCK_BYTES * len(heads) / 4)
-    got, digests = poured(store, pair, IDS, heads, tail, room_bytes)
-    assert got == want.tobytes()
+    got, digests = poured(store, pair, IDS, heads, tail, piece_blocks)
+    assert got == pieces_of(want, want_digests, len(IDS), piece_blocks)
     assert (digests == want_digests).all()
 
 
 def test_parts_of_blocks_are_poured_alike(pair: tuple[socket.socket, socket.socket]) -> None:
     parts = random_store().cut(4)
     ids = [29, 30, 31, 12, 13]
-    want = parts.gather_cells(1, ids, [0, 1, 2, 3], 3)
-    got, _ = poured(parts, pair, ids, [0, 1, 2, 3], 3, BLOCK_BYTES)
-    assert got == want.tobytes()
+    want_digests = np.zeros(len(ids) * 8, np.uint64)
+    want = parts.gather_cells(1, ids, [0, 1, 2, 3], 3, digests=want_digests)
+    got, _ = poured(parts, pair, ids, [0, 1, 2, 3], 3, 2)
+    assert got == pieces_of(want, want_digests, len(ids), 2)
 
 
 def test_what_cannot_be_poured_leaves_nothing(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Heads that are not one run, and blocks that are larger than the room."""
-    store = random_store()
-    assert poured(store, pair, IDS, [0, 2], None, 1 << 20)[0] == b""
-    assert store.pour_cells(1, IDS, [0], None, pair[0].fileno(), np.zeros(9, np.uint8), None) == 0
+    """Heads that are not one run."""
+    assert poured(random_store(), pair, IDS, [0, 2], None, 6)[0] == b""
 
 
 def test_a_reader_who_does_not_read_holds_the_blocks_for_some_milliseconds_only(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     store = random_store(num_blocks=512)
-    room, ids = np.zeros(4 * BLOCK_BYTES, np.uint8), list(range(512))
+    room, ids = np.zeros(4 * PIECE_BYTES, np.uint8), list(range(512))
     began = time.monotonic()
-    gone = store.pour_cells(0, ids, [0, 1, 2, 3], None, pair[0].fileno(), room, None)
+    gone = store.pour_cells(0, ids, [0, 1, 2, 3], None, pair[0].fileno(), room, 4, None)
     assert time.monotonic() - began < 0.3
-    assert 0 < gone < 512 * BLOCK_BYTES
-    want = store.gather_cells(0, ids, [0, 1, 2, 3]).reshape(-1)[:gone]
+    assert 0 < gone < 512 * PIECE_BYTES
+    cells = store.gather_cells(0, ids, [0, 1, 2, 3])
+    want = pieces_of(cells, np.zeros(512 * 8, np.uint64), 512, 4)
     got = bytearray()
     while len(got) < gone:
         got += pair[1].recv(1 << 16)
-    assert got == want.tobytes()
+    assert got == want[:gone]
 
 
 def test_a_block_that_has_changed_is_noticed_once_all_has_left(
@@ -122,7 +131,7 @@ def test_a_block_that_has_changed_is_noticed_once_all_has_left(
     assert store.recheck(IDS) == []
     store.layer(1)[21, 0, 2, 1, 1] += 1.0
     with pytest.raises(BlockRotten, match=r"\[21\]"):
-        poured(store, pair, IDS, [0, 1, 2, 3], None, BLOCK_BYTES)
+        poured(store, pair, IDS, [0, 1, 2, 3], None, 1)
 
 
 def test_a_socket_that_the_other_end_closed_is_an_error(
@@ -130,6 +139,5 @@ def test_a_socket_that_the_other_end_closed_is_an_error(
 ) -> None:
     pair[1].close()
     with pytest.raises(BrokenPipeError):
-        random_store().pour_cells(
-            0, IDS, [0], None, pair[0].fileno(), np.zeros(1 << 16, np.uint8), None
-        )
+        room = np.zeros(PIECE_BYTES, np.uint8)
+        random_store().pour_cells(0, IDS, [0], None, pair[0].fileno(), room, 1, None)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.clock import ManualClock
+from kvcache.cell_catcher import CellCatcher
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
 from tests.transport.harness import QUICK, SPEC, Cluster, Side, cluster, network
@@ -74,6 +75,23 @@ class SlowSink:
         if self._random.random() < 0.2:
             time.sleep(0.004)
         return self._store.scatter_cells(layer, block_ids, heads, cells, digests)
+
+    def cut(self, block_size: int) -> KvStore:
+        raise AssertionError("both ends have blocks of one size")
+
+    def catcher(self, *what: Any) -> CellCatcher | None:
+        made = self._store.catcher(*what)
+        if made is None:
+            return None
+        turn = made.turn
+
+        def take_its_time(fd: int, room: NDArray[np.uint8]) -> bool:
+            if self._random.random() < 0.2:
+                time.sleep(0.004)
+            return turn(fd, room)
+
+        made.turn = take_its_time  # type: ignore[method-assign]
+        return made
 
 
 @dataclass
@@ -228,7 +246,7 @@ class History:
             await self.random.choice(self.group.prefill.shippers).abort(key, "the client left")
 
 
-async def random_transfers(seed: int, *words: str) -> Ends:
+async def random_transfers(seed: int, *words: str, wire: str = "loopback") -> Ends:
     """One history. Raises when bytes are wrong, something never ends, or the audit finds fault."""
     random = Random(seed)
     words = words or tuple(random.sample(WORDS, random.randint(0, 5)))
@@ -244,7 +262,7 @@ async def random_transfers(seed: int, *words: str) -> Ends:
         with Faults.of(f"seed={seed}", *words) as faults:
             async with (
                 asyncio.timeout(20),
-                network("loopback") as net,
+                network(wire) as net,
                 cluster(
                     net,
                     random.randint(1, 3),

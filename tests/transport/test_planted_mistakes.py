@@ -182,10 +182,10 @@ def write_to_the_next_head(
 
 
 async def acknowledge_before_writing(
-    right: Any, self: PrefillFrames, landing: Any, port: Any, chunk: Any, payload: Any
+    right: Any, self: PrefillFrames, landing: Any, port: Any, frame: Any, payload: Any
 ) -> None:
-    port.post(Frame(key=landing.order.key.to_proto(), chunk_ack=ChunkAck(seq=chunk.seq)))
-    await right(self, landing, port, chunk, payload)
+    port.post(Frame(key=landing.order.key.to_proto(), chunk_ack=ChunkAck(seq=frame.chunk.seq)))
+    await right(self, landing, port, frame, payload)
 
 
 DRIVERS: Mapping[str, tuple[Plant, str]] = {

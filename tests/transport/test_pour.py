@@ -15,42 +15,73 @@ from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame
 from tests.transport.harness import cluster, network, soon
 from transport.config import TransportConfig
-from transport.frame_socket import HEADER, OF_LAST, FrameSocket
-from transport.link import Outlet
+from transport.frame_socket import FrameSocket
+from transport.link import Inlet, Outlet, Payload
+from transport.orders import Code
+from transport.pieces import GIVEN_UP, staged
 
 PAYLOAD = np.random.default_rng(3).integers(0, 256, 3_000_000, dtype=np.uint8)
+DIGESTS = np.arange(20, dtype=np.uint64)
+NUM_BLOCKS, PIECE_BLOCKS = 10, 4
 
 
-def frame_of(seq: int) -> Frame:
-    return Frame(chunk=Chunk(seq=seq))
+def frame_of(seq: int, num_bytes: int = 0) -> Frame:
+    """Of a chunk of so many bytes of cells, and all DIGESTS."""
+    return Frame(
+        chunk=Chunk(
+            seq=seq, num_blocks=NUM_BLOCKS, piece_blocks=PIECE_BLOCKS, payload_bytes=num_bytes
+        )
+    )
 
 
-def all_of_it(outlet: Outlet, seq: int, num_bytes: int) -> Frame:
-    """What a pool does: so much leaves while it is built, the rest at once."""
-    fd, piece = outlet.begin()
-    if num_bytes:
-        piece[:num_bytes] = PAYLOAD[:num_bytes]
+def in_pieces(num_bytes: int) -> bytes:
+    """As they go over the wire."""
+    cells = np.array_split(PAYLOAD[:num_bytes], NUM_BLOCKS)
+    digests = np.array_split(DIGESTS, NUM_BLOCKS)
+    parts = list[np.ndarray]()
+    for first in range(0, NUM_BLOCKS, PIECE_BLOCKS):
+        parts += [*digests[first : first + PIECE_BLOCKS], *cells[first : first + PIECE_BLOCKS]]
+    return b"".join(part.tobytes() for part in parts)
+
+
+def all_of_it(outlet: Outlet, seq: int, num_gone: int) -> int:
+    """What a pool does: so much leaves while it is built, the rest at once. Returns the seal."""
+    fd, piece = outlet.begin(frame_of(seq, outlet.num_bytes), len(DIGESTS))
+    assert piece.nbytes >= PIECE_BLOCKS * (outlet.num_bytes + DIGESTS.nbytes) // NUM_BLOCKS
+    if num_gone:
         with socket.socket(fileno=socket.dup(fd)) as sock:
-            sock.sendall(piece[:num_bytes].data)
-        outlet.gone(num_bytes)
-    if (rest := outlet.rest()) is not None:
+            sock.sendall(in_pieces(outlet.num_bytes)[:num_gone])
+        outlet.gone(num_gone)
+    if (rest := outlet.rest(DIGESTS)) is not None:
         rest[:] = PAYLOAD[: rest.nbytes]
-    return frame_of(seq)
+    return 100 + seq
 
 
 class Ends:
-    """Two ends of a socket; `came` is what the second one took."""
+    """Two ends of a socket; `came` is what the second one took: seq, seal, payload."""
 
     def __init__(self) -> None:
         first, second = socket.socketpair()
-        self.ours, self.theirs = FrameSocket(first), FrameSocket(second)
-        self.came: list[tuple[int, bytes | None]] = []
+        self.ours, self.theirs = FrameSocket(first), FrameSocket(second, unread=True)
+        self.came: list[tuple[int, int, bytes | None]] = []
         self.ended = ""
+        self.skipped: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.theirs.start(self._take, self._end)
 
-    def _take(self, raw: bytes, num_bytes: int, place: int, payload: memoryview | None) -> None:
-        seq = Frame.FromString(raw).chunk.seq
-        self.came.append((seq, None if payload is None else bytes(payload)))
+    def _take(self, raw: bytes, num_bytes: int, place: int, payload: Payload) -> None:
+        frame = Frame.FromString(raw)
+        if payload is None or isinstance(payload, memoryview):
+            self.came.append((frame.chunk.seq, 0, None))
+        elif frame.chunk.seq in self.skipped:
+            payload.skip()
+        else:
+            self._tasks.add(asyncio.create_task(self._read(frame, payload)))
+
+    async def _read(self, frame: Frame, inlet: Inlet) -> None:
+        frame, payload = await staged(frame, inlet)
+        assert frame.chunk.check == GIVEN_UP or frame.chunk.digests == DIGESTS.tobytes()
+        self.came.append((frame.chunk.seq, frame.chunk.check, bytes(payload)))
 
     def _end(self, reason: str) -> None:
         self.ended = reason
@@ -60,8 +91,8 @@ class Ends:
         self.theirs.close()
 
 
-@pytest.mark.parametrize("num_gone", [0, 1, 100_000, 500_000])
-async def test_what_is_poured_comes_with_its_frame_and_in_order(num_gone: int) -> None:
+@pytest.mark.parametrize("num_gone", [0, 1, 100_000, 500_000, 500_160])
+async def test_what_is_poured_comes_behind_its_frame_and_in_order(num_gone: int) -> None:
     ends, size = Ends(), 500_000
     await ends.ours.pour(size, lambda outlet: all_of_it(outlet, 1, num_gone))
     sent = ends.ours.send(frame_of(2).SerializeToString())
@@ -70,19 +101,21 @@ async def test_what_is_poured_comes_with_its_frame_and_in_order(num_gone: int) -
     await ends.ours.pour(size, lambda outlet: all_of_it(outlet, 3, num_gone))
     await soon(lambda: len(ends.came) == 3)
     want = PAYLOAD[:size].tobytes()
-    assert ends.came == [(1, want), (2, None), (3, want)]
+    assert ends.came == [(1, 101, want), (2, 0, None), (3, 103, want)]
     ends.close()
 
 
 @pytest.mark.parametrize("how", ["raised", "answered None", "never began"])
-async def test_a_payload_that_is_given_up_half_way_comes_to_nothing_and_the_next_is_whole(
-    how: str,
-) -> None:
+async def test_a_payload_that_is_given_up_half_way_says_so_and_the_next_is_whole(how: str) -> None:
     ends, size = Ends(), 2_000_000
 
-    def given_up(outlet: Outlet) -> Frame | None:
+    def given_up(outlet: Outlet) -> int | None:
         if how != "never began":
-            all_of_it(outlet, 1, 300_000)
+            outlet.gone(0)
+            fd, _ = outlet.begin(frame_of(1, size), len(DIGESTS))
+            with socket.socket(fileno=socket.dup(fd)) as sock:
+                sock.sendall(bytes(300_000))
+            outlet.gone(300_000)
         if how == "raised":
             raise ValueError("rotten")
         return None
@@ -90,21 +123,38 @@ async def test_a_payload_that_is_given_up_half_way_comes_to_nothing_and_the_next
     (end,) = await asyncio.gather(ends.ours.pour(size, given_up), return_exceptions=True)
     assert isinstance(end, ValueError) == (how == "raised")
     await ends.ours.pour(size, lambda outlet: all_of_it(outlet, 2, 0))
+    began = how != "never began"
+    await soon(lambda: len(ends.came) == 1 + began)
+    assert [(seq, seal) for seq, seal, _ in ends.came[:-1]] == [(1, GIVEN_UP)] * began
+    assert ends.came[-1] == (2, 102, PAYLOAD[:size].tobytes())
+    ends.close()
+
+
+async def test_what_nobody_wants_is_read_past_and_the_next_comes_whole() -> None:
+    ends, size = Ends(), 1_000_000
+    ends.skipped = {1, 2}
+    for seq in (1, 2, 3):
+        await ends.ours.pour(size, lambda outlet, seq=seq: all_of_it(outlet, seq, 0))
     await soon(lambda: len(ends.came) == 1)
-    assert ends.came == [(2, PAYLOAD[:size].tobytes())]
+    assert ends.came == [(3, 103, PAYLOAD[:size].tobytes())]
     ends.close()
 
 
-async def test_a_frame_whose_payload_never_came_ahead_ends_the_link() -> None:
-    ends = Ends()
-    raw = frame_of(1).SerializeToString()
-    await ends.ours.write(
-        lambda: ends.ours.write_bytes(memoryview(HEADER.pack(len(raw), 7, OF_LAST) + raw))
-    )
-    await soon(lambda: bool(ends.ended))
-    assert "7 bytes were to come ahead of their frame" in ends.ended
-    assert ends.came == []
-    ends.close()
+async def test_a_block_that_has_rotted_ends_its_transfer_and_leaves_the_link_whole() -> None:
+    """It is noticed when all of its chunk has left: not a byte more may follow."""
+    async with network("tcp") as net, cluster(net) as group:
+        (shipper,), (store,) = group.prefill.shippers, group.prefill.stores
+        assert store.recheck(range(5)) == []
+        store.layer(0)[2, 0, 0, 0, 0] += 1
+        key = group.key()
+        expected, shipped = group.expect(key, 20, range(5)), group.ship(key, 20)
+        group.seal_all(key, 20, range(5))
+        ends = await asyncio.gather(*expected, *shipped, return_exceptions=True)
+        assert {getattr(end, "code", None) for end in ends} == {Code.DATA_LOSS}
+        await group.decode.receivers[0].abort(key, "over")
+        await group.carry(20, range(5, 10), range(5))
+        group.check_blocks(20, range(5, 10), range(5))
+        assert shipper.counts.links_lost == group.decode.receivers[0].counts.links_lost == 0
 
 
 class Stuck(KvStore):
@@ -117,6 +167,9 @@ class Stuck(KvStore):
         made = cls(store.spec, store.kv_heads, store.num_blocks)
         made.may = threading.Event()
         return made
+
+    def catcher(self, *what: object) -> None:  # type: ignore[override]
+        """Nothing: all is staged."""
 
     def scatter_cells(
         self, layer: int, block_ids: Sequence[int], heads: Sequence[int], *rest: object
