@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvferry.errors import CommandError
 from kvferry.transfer_bench.case import Case
+from kvferry.transfer_bench.limits import COLD_WIRES
 from kvferry.transfer_bench.pair import Pair, processes
 from kvferry.transfer_bench.peers import PEERS, RunningPeer, default_python
 from kvferry.transfer_bench.plan import Wanted, cases
@@ -107,6 +108,7 @@ async def _measure(  # type: ignore[no-untyped-def]
     rivals = [peer for peer in peers if case.wire in peer.peer.wires] if comparable else []
     ours: list[float] = []
     limit: list[float] = []
+    cold: list[float] = []
     theirs: dict[str, list[float]] = {rival.peer.name: [] for rival in rivals}
     own_cpu: list[float] = []
     limit_cpu: list[float] = []
@@ -120,6 +122,8 @@ async def _measure(  # type: ignore[no-untyped-def]
             limit.append(gigabytes / await pair.limit_seconds(case))
             own_cpu.append(between - began)
             limit_cpu.append(await _cpu_ms_per_mib(pair, case) - between)
+            if case.wire in COLD_WIRES:
+                cold.append(gigabytes / await pair.limit_seconds(case, cold=True))
             for rival in rivals:
                 took = await rival.seconds(case.chunk_bytes)
                 theirs[rival.peer.name].append(gigabytes / took)
@@ -129,6 +133,8 @@ async def _measure(  # type: ignore[no-untyped-def]
     if not rows:
         note = f"{', '.join(absent)}: not installed" if absent and comparable else None
         rows = [row(str(case), ours, limit, note)]
+    if cold:
+        rows.append(row(f"{case}: beside the limit, cold to cold", ours, cold))
     if replace(case, wire=base.wire, digests=base.digests) == base:
         rows.append(row(f"{case}: CPU of both ends", own_cpu, limit_cpu, unit="ms/MiB"))
     return rows

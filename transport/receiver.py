@@ -2,9 +2,10 @@
 
 `called` answers when a prefill rank asks for credit. `expect` then names the blocks that the
 transfer may write, gives credit for them, and answers when they are whole. Each chunk is
-verified in staging by a copying thread, which then scatters it unless the transfer was given up
-meanwhile. `abort` returns only when no such thread runs any more for the transfer, so its blocks
-may be used again at once. One task with its own timer ends what nobody else ends.
+verified in staging by a thread, which then scatters it unless the transfer was given up meanwhile:
+a copying one, or over some wires the one that reads the payload, piece by piece. `abort` returns
+only when no such thread writes any more for the transfer, so its blocks may be used again at once.
+One task with its own timer ends what nobody else ends.
 """
 
 import asyncio

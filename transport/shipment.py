@@ -16,7 +16,7 @@ One decode rank, once a prefill rank has called and the promised blocks are boun
 
     RESERVED      the order is taken; no prefill rank of this one has credit yet
     OPEN          a prefill rank has called and was given credit
-    RECEIVING     chunks arrive, are verified in staging, and only then scattered into the blocks
+    RECEIVING     chunks arrive; cells are verified in staging, only then written to blocks
     REPAIRING     a chunk was damaged or lost and is on its way again
     VERIFYING     all has been sent; the last chunks are being verified
     WHOLE         every cell is in its block

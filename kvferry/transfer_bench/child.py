@@ -10,7 +10,7 @@ from typing import Any
 from kvcache import host_memory
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.ends import DecodeEnd, PrefillEnd
-from kvferry.transfer_bench.limits import push, serve
+from kvferry.transfer_bench.limits import Memory, cold_memory, push, serve
 
 
 class Child:
@@ -18,6 +18,7 @@ class Child:
         self._decode: DecodeEnd | None = None
         self._prefill: PrefillEnd | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._cold: Memory | None = None
 
     async def do(self, order: dict[str, Any]) -> Any:
         match order["do"]:
@@ -42,17 +43,27 @@ class Child:
                 for end in (self._prefill, self._decode):
                     if end is not None:
                         await end.close()
-                self._prefill = self._decode = None
+                self._prefill = self._decode = self._cold = None
                 return None
             case "serve limit":
-                address, self._serving = await serve(Case.from_json(order["case"]))
+                case = Case.from_json(order["case"])
+                cold = self._memory(case) if order["cold"] else None
+                address, self._serving = await serve(case, cold)
                 return address
             case "push limit":
-                return await push(Case.from_json(order["case"]), order["address"])
+                case = Case.from_json(order["case"])
+                cold = self._memory(case) if order["cold"] else None
+                return await push(case, order["address"], cold)
             case "end limit":
                 assert self._serving is not None
                 return await self._serving
         raise ValueError(f"cannot {order['do']}")
+
+    def _memory(self, case: Case) -> Memory:
+        """The same from one repetition to the next."""
+        if self._cold is None or self._cold.nbytes != case.total_bytes:
+            self._cold = cold_memory(case)
+        return self._cold
 
 
 async def main() -> None:

@@ -9,6 +9,11 @@ and as many messages in flight.
 In every one the sender hears once at the end that all has arrived. Each sends one prepared payload
 again and again, or in gloo one for each message in flight, so these bytes lie in a cache as those
 of a pool do not: it is the wire that is measured, which no wire of ours could outdo.
+
+Over tcp there is a second one, cold to cold: the same calls, but each message leaves from memory of
+its own and arrives in memory of its own, as many bytes at each end as our pools have, in pages as
+large. So each byte is read from memory and written to memory once, as by whoever has pools; nothing
+looks at it, and nothing lies scattered.
 """
 
 import asyncio
@@ -16,22 +21,28 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc.aio
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from kvcache import host_memory
 from kvferry.transfer_bench.case import Case
 from transport.grpc_options import channel_options, server_options
 from transport.pair_group import DECODE, PREFILL, PairStore, Rendezvous, _build
 from transport.shm_ring import NUM_SLOTS, ShmRing
 
 METHOD = "/kvferry.bench/Push"
+COLD_WIRES = ("tcp",)  # that can be measured cold to cold, too
+
+Memory = NDArray[np.uint8]
 
 
-async def serve(case: Case) -> tuple[str, "asyncio.Task[None]"]:
-    """Where to push to, and what ends once all has come."""
+async def serve(case: Case, cold: Memory | None = None) -> tuple[str, "asyncio.Task[None]"]:
+    """Where to push to, and what ends once all has come: in `cold`, if it is given."""
     if case.wire == "grpc":
         return await _serve_grpc(case)
     if case.wire in ("gloo", "nccl"):
@@ -44,18 +55,25 @@ async def serve(case: Case) -> tuple[str, "asyncio.Task[None]"]:
     listener.listen(1)
     name = listener.getsockname()
     address = name[1:].decode() if case.wire == "shm" else str(name[1])
-    take = _take_shm if case.wire == "shm" else _take_tcp
+    take = _take_shm if case.wire == "shm" else partial(_take_tcp, cold=cold)
     return address, asyncio.create_task(asyncio.to_thread(take, case, listener))
 
 
-async def push(case: Case, address: str) -> float:
-    """Seconds until all had arrived."""
+async def push(case: Case, address: str, cold: Memory | None = None) -> float:
+    """Seconds until all had arrived, from `cold`, if it is given."""
     if case.wire == "grpc":
         return await _push_grpc(case, address)
     if case.wire in ("gloo", "nccl"):
         return await asyncio.to_thread(_push_gloo, case, address)
-    give = _push_shm if case.wire == "shm" else _push_tcp
+    give = _push_shm if case.wire == "shm" else partial(_push_tcp, cold=cold)
     return await asyncio.to_thread(give, case, address)
+
+
+def cold_memory(case: Case) -> Memory:
+    """For all bytes of a case, every page looked at; to be used again and again."""
+    memory = host_memory.buffer(case.total_bytes)
+    memory[:] = np.resize(_payload(case), memory.nbytes)
+    return memory
 
 
 def _num_messages(case: Case) -> int:
@@ -67,12 +85,20 @@ def _payload(case: Case) -> Any:
     return np.resize(few, case.message_bytes)
 
 
-def _push_tcp(case: Case, address: str) -> float:
+def _messages(case: Case, cold: Memory | None) -> list[memoryview]:
+    """Where each leaves from, or arrives: all in one place, or each in its own."""
+    size, count = case.message_bytes, _num_messages(case)
+    if cold is None:
+        return [memoryview(_payload(case))] * count
+    return [cold[i * size : (i + 1) * size].data for i in range(count)]
+
+
+def _push_tcp(case: Case, address: str, cold: Memory | None) -> float:
     with socket.create_connection((case.host, int(address))) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        header, payload = bytes(12), memoryview(_payload(case))
+        header, messages = bytes(12), _messages(case, cold)
         began = time.perf_counter()
-        for _ in range(_num_messages(case)):
+        for payload in messages:
             sent = sock.sendmsg([header, payload]) - len(header)
             if sent < payload.nbytes:
                 sock.sendall(payload[max(0, sent) :])
@@ -80,10 +106,10 @@ def _push_tcp(case: Case, address: str) -> float:
         return time.perf_counter() - began
 
 
-def _take_tcp(case: Case, listener: socket.socket) -> None:
+def _take_tcp(case: Case, listener: socket.socket, cold: Memory | None) -> None:
     with listener, listener.accept()[0] as sock:
-        header, payload = bytearray(12), memoryview(_payload(case))
-        for _ in range(_num_messages(case)):
+        header = bytearray(12)
+        for payload in _messages(case, cold):
             sock.recv_into(header, 0, socket.MSG_WAITALL)
             sock.recv_into(payload, 0, socket.MSG_WAITALL)
         sock.send(b"!")

@@ -47,10 +47,10 @@ class Pair:
         """What prefill and decode have used so far."""
         return await self._prefill.ask("cpu seconds"), await self._decode.ask("cpu seconds")
 
-    async def limit_seconds(self, case: Case) -> float:
-        fields = case.to_json()
-        address = await self._decode.ask("serve limit", case=fields)
-        took = float(await self._prefill.ask("push limit", case=fields, address=address))
+    async def limit_seconds(self, case: Case, cold: bool = False) -> float:
+        order: dict[str, Any] = {"case": case.to_json(), "cold": cold}
+        address = await self._decode.ask("serve limit", **order)
+        took = float(await self._prefill.ask("push limit", **order, address=address))
         await self._decode.ask("end limit")
         return took
 

@@ -11,7 +11,7 @@ import pytest
 from kvcache.kv_store import KvStore
 from tests.transport.broken import failures
 from tests.transport.harness import Cluster, cluster, network, soon
-from transport import departure
+from transport.chunk_check import chunk_check
 
 SOURCE, TARGET, NUM_TOKENS = [9, 3, 17, 4, 0, 21], [2, 5, 11, 1, 8, 20], 23
 
@@ -87,12 +87,12 @@ async def test_a_seal_that_does_not_fit_the_digests_makes_nothing_of_its_chunk_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The cells fit their digests all the same: they may be of another place."""
-    check, wrong = departure.chunk_check, iter([True])
+    wrong = iter([True])
 
     def wrong_once(key: Any, chunk: Any) -> int:
-        return check(key, chunk) ^ (len(chunk.digests) > 0 and next(wrong, False))
+        return chunk_check(key, chunk) ^ (len(chunk.digests) > 0 and next(wrong, False))
 
-    monkeypatch.setattr(departure, "chunk_check", wrong_once)
+    monkeypatch.setattr("transport.departure.chunk_check", wrong_once)
     async with network("tcp") as net, cluster(net) as group:
         await carried(group)
         counts = group.decode.receivers[0].counts

@@ -26,7 +26,7 @@ from tests.transport.harness import (
     soon,
 )
 from transport.chunk_check import chunk_check
-from transport.link import Connector, Link, LinkRefused
+from transport.link import PROTOCOL, Connector, Link, LinkRefused
 from transport.orders import Identity, ShipmentKey, ShipmentOrder, TransferFailed
 from transport.receiver import Receiver
 
@@ -96,7 +96,7 @@ async def test_other_weights_are_refused_and_both_fingerprints_named(wire: str) 
 
 async def test_another_protocol_is_refused_with_both_numbers() -> None:
     async with network("grpc") as net, cluster(net) as group:
-        with pytest.raises(LinkRefused, match="speaks transfer protocol 9, we speak 3"):
+        with pytest.raises(LinkRefused, match=f"speaks transfer protocol 9, we speak {PROTOCOL}"):
             await net.connector().connect(group.decode.addresses[0], hello(protocol=9))
 
 

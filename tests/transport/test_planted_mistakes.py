@@ -172,6 +172,13 @@ def skip_verification(
     return np.arange(0)
 
 
+def catch_without_proof(right: Any, self: KvStore, *what: Any) -> Any:
+    made = right(self, *what)
+    if made is not None:
+        made.proved = False
+    return made
+
+
 def write_to_the_next_head(
     right: Any, self: KvStore, layer: int, ids: Any, heads: Any, cells: Any, digests: Any
 ) -> Any:
@@ -188,10 +195,12 @@ async def acknowledge_before_writing(
     await right(self, landing, port, frame, payload)
 
 
+TCP = "over tcp: "
 DRIVERS: Mapping[str, tuple[Plant, str]] = {
     "returns before the fence": (plant(Arrivals, "abort", return_before_the_fence), "drop=0"),
     "lets go under a reader": (plant(Departures, "_drain", let_go_under_a_reader), "drop=0"),
     "skips verification": (plant(KvStore, "scatter_cells", skip_verification), "flip=0.2"),
+    f"{TCP}skips verification": (plant(KvStore, "catcher", catch_without_proof), "flip=0.2"),
     "writes to the next head": (plant(KvStore, "scatter_cells", write_to_the_next_head), "drop=0"),
     "acknowledges before writing": (
         plant(PrefillFrames, "_take", acknowledge_before_writing),
@@ -206,9 +215,10 @@ async def test_a_driver_that_makes_a_mistake_is_found(
 ) -> None:
     put, words = DRIVERS[mistake]
     put(monkeypatch)
+    wire = "tcp" if mistake.startswith(TCP) else "loopback"
     with pytest.raises((AssertionError, ExceptionGroup)) as found:
         for seed in range(MOST_TRANSFERS):
-            await random_transfers(seed, words)
+            await random_transfers(seed, words, wire=wire)
     if isinstance(found.value, ExceptionGroup):
         assert found.group_contains(AssertionError)
 

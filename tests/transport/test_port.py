@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from protos.transfer_pb2 import Frame, Hello, Renew, Welcome
-from transport.link import Ending, LinkClosed
+from transport.link import Ending, LinkClosed, Payload
 from transport.port import Port
 
 
@@ -31,7 +31,7 @@ class SlowLink:
         self._end.come(reason)
 
 
-async def ignore(frame: Frame, payload: memoryview | None) -> None:
+async def ignore(frame: Frame, payload: Payload) -> None:
     pass
 
 

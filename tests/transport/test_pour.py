@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ async def test_what_nobody_wants_is_read_past_and_the_next_comes_whole() -> None
     ends, size = Ends(), 1_000_000
     ends.skipped = {1, 2}
     for seq in (1, 2, 3):
-        await ends.ours.pour(size, lambda outlet, seq=seq: all_of_it(outlet, seq, 0))
+        await ends.ours.pour(size, partial(all_of_it, seq=seq, num_gone=0))
     await soon(lambda: len(ends.came) == 1)
     assert ends.came == [(3, 103, PAYLOAD[:size].tobytes())]
     ends.close()
@@ -168,7 +169,7 @@ class Stuck(KvStore):
         made.may = threading.Event()
         return made
 
-    def catcher(self, *what: object) -> None:  # type: ignore[override]
+    def catcher(self, *what: object) -> None:
         """Nothing: all is staged."""
 
     def scatter_cells(
