@@ -27,7 +27,7 @@ class Pieces:
     def of(cls, chunk: Chunk, num_bytes: int) -> Self | None:
         """Of a chunk that takes `num_bytes` on the wire; None for one that makes no sense."""
         proof_bytes = num_bytes - SEAL_BYTES - chunk.payload_bytes
-        if chunk.piece_blocks < 1 or chunk.num_blocks < 1 or proof_bytes < 0:
+        if chunk.piece_blocks < 1 or not 0 < chunk.num_blocks <= num_bytes or proof_bytes < 0:
             return None
         if proof_bytes % (8 * chunk.num_blocks) or chunk.payload_bytes % chunk.num_blocks:
             return None
