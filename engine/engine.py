@@ -263,6 +263,7 @@ class Engine:
                 step_sequences=self._gauge.step_sequences,
                 step_context_tokens=self._gauge.step_context_tokens,
                 context_tokens=sum(each.num_tokens for each in scheduler.running),
+                computed_prompts=self._roster.stats.computed_prompts,
             )
 
     def stats(self) -> Stats:

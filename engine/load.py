@@ -21,6 +21,7 @@ class Load:
     step_sequences: float = 0.0
     step_context_tokens: float = 0.0
     context_tokens: int = 0  # of what runs now
+    computed_prompts: int = 0  # ever
 
 
 class Gauge:

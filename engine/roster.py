@@ -48,6 +48,7 @@ class Stats:
     prompt_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0  # of those: found in the cache
     computed_tokens: int = 0
+    computed_prompts: int = 0
     generated_tokens: int = 0
     nonfinite_requests: int = 0  # of the failed: the model's logits were no numbers
     rechecked_blocks: int = 0  # held against their digests, before they were shared
@@ -274,6 +275,8 @@ class Roster:
         for part in step.slices:
             self._scheduler.advance(part)
             self._stats.computed_tokens += part.stop - part.start
+            prompt_ends = len(part.choice.request.prompt)
+            self._stats.computed_prompts += part.start < prompt_ends <= part.stop
         for part, tokens in _with_tokens(step, drawn):
             request = part.choice.request
             if part.choice not in request.choices:

@@ -118,6 +118,7 @@ class Load:
     step_sequences: float = 0.0
     step_context_tokens: float = 0.0
     context_tokens: int = 0  # of all sequences it streams now
+    computed_prompts: int = 0  # in this life, whoever sent them
     quarantines: tuple[Quarantine, ...] = ()  # a decode worker's
 
     def to_json(self) -> bytes:

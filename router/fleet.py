@@ -24,6 +24,7 @@ from prefix_index.prefix_table import Run
 from router.curves import LinkCurve, least_of
 from router.doubts import Doubts, Party
 from router.kinds import compare, compare_links
+from router.news import News
 from router.pace import Pace
 from router.sightings import Sightings
 from router.snapshot import NO_MATCH, Asked, Match, Snapshot, State, take_snapshot
@@ -62,7 +63,6 @@ class Fleet:
         clock: Clock,
         log: structlog.typing.FilteringBoundLogger,
         doubt_s: float = 2.0,
-        sightings: Sightings | None = None,
     ) -> None:
         self._mirror = mirror
         self._unfit = unfit
@@ -70,7 +70,8 @@ class Fleet:
         self._clock = clock
         self._log = log
         self.doubts = Doubts(clock, doubt_s)
-        self.sightings = Sightings(clock) if sightings is None else sightings
+        self.news = News(clock, self._tells)
+        self.sightings = Sightings(clock, self.news)
         self._pace = Pace(clock)
         self._workers: dict[str, Worker] = {}  # by instance
         self._version = -1  # of the mirror, when it was last read
@@ -88,6 +89,7 @@ class Fleet:
         """Follow the mirror until cancelled."""
         while True:
             self.refresh()
+            self.news.listen()
             await self.close_leaving()
             await self._clock.sleep(every_s)
 
@@ -147,7 +149,10 @@ class Fleet:
         for instance, record in records.items():
             if instance in self._workers:
                 self._note_quarantines(self._workers[instance], record)
-                self._workers[instance].renew(record)
+                others = self._workers[instance].renew(record)
+                if others:
+                    self._pace.note_others(others)
+                    self.sightings.others_computed(instance, others)
             else:
                 self._welcome(record)
 
@@ -266,6 +271,7 @@ class Fleet:
         worker = Worker(record, self._connect(record.address), unfit)
         worker.foreign_tokens = record.load.queued_tokens
         self._workers[record.instance] = worker
+        self.sightings.opened(record.instance, record.load.total_blocks)
         known = {"worker": record.name, "role": record.role.value, "epoch": record.epoch}
         if unfit:
             self._log.warning("worker.unfit", **known, reason=unfit)
@@ -289,9 +295,15 @@ class Fleet:
             leg.lose(reason)
         self._leaving.append(worker.channel)
         self.doubts.forget(instance)
+        self.sightings.closed(instance)
         self._links = _without(instance, self._links)
         self._fetches = _without(instance, self._fetches)
         self._log.info("worker.gone", worker=worker.name, reason=reason)
+
+    def _tells(self, instance: str, name: bytes) -> bool | None:
+        """What the mirror knows of one block; None where the instance is no more."""
+        worker = self._workers.get(instance)
+        return None if worker is None else worker.name in self._mirror.runs((name,))
 
     def _matches(self, names: BlockNames) -> dict[str, Match]:
         """How much of the prompt each worker holds, by worker name; of most that is nothing."""
@@ -299,12 +311,12 @@ class Fleet:
         for (namespace, size), workers in self._shapes.items():
             named = names(Namespace(bytes.fromhex(namespace)), size)
             held = self._mirror.runs(named)
-            last = self.sightings.last_at(named)
+            sent = self.sightings.expected(named)
             for worker in workers:
                 record = worker.record
-                if record.name in held or record.instance == last:
+                if record.name in held or record.instance in sent:
                     run = held.get(record.name, NO_RUN)
-                    expected = self.sightings.expected(named, record.instance, run.num_blocks)
+                    expected = max(run.num_blocks, sent.get(record.instance, 0))
                     tokens, host_tokens = run.num_blocks * size, run.num_in_host * size
                     matched[record.name] = Match(tokens, expected * size, host_tokens)
         return matched

@@ -44,7 +44,7 @@ from router.snapshot import Snapshot
 from router.transcript import Diverged, Transcript
 from router.validation import Validator, checked_request_id
 from router.walls import Walls
-from router.ways import Candidate, Decision, Fetch, Weights
+from router.ways import Candidate, Decision, Fetch, Replica, Weights
 from router.worker import Worker
 
 LEAST_FETCH_MS = 250.0  # that a fetch may take, however quick computing is
@@ -214,7 +214,8 @@ class Handler:
         work = self._work(served, snapshot, chosen)
         served.journey.set_out(work, self._forecast(served, snapshot, decision))
         computing = snapshot.computing(chosen)
-        self._sightings.note(_names(served, computing), computing.record.instance)
+        names, instance = _names(served, computing), computing.record.instance
+        self._sightings.note(names, instance, _num_held(chosen.computing))
         self._metrics.routed(by_prefill=work.prefill is not None)
         fetch = chosen.fetch
         uncached = snapshot.prompt.uncached_tokens(chosen.computing)
@@ -235,12 +236,16 @@ class Handler:
         try:
             async with aclosing(attempt.events(opening)) as events:
                 async for event in events:
+                    if served.journey.computed:
+                        self._sightings.settle(names, instance)
                     yield event
         finally:
             served.ticket.legs = None
             booking.close()
-            if not served.journey.computed:
-                self._sightings.drop(_names(served, computing), computing.record.instance)
+            if served.journey.computed:
+                self._sightings.settle(names, instance)
+            else:
+                self._sightings.drop(names, instance)
         self._went_well(work, served)
 
     def _forecast(self, served: _Served, snapshot: Snapshot, decision: Decision) -> Forecast:
@@ -308,8 +313,6 @@ class Handler:
         prefill = work.prefill.name if work.prefill else ""
         self._entrance.went_to(served.entrant, prefill, work.decode.name)
         self._entrance.ended(served.entrant, served.transcript.num_tokens)
-        computing = work.prefill or work.decode
-        self._sightings.settle(_names(served, computing), computing.record.instance)
         self._fleet.doubts.clear(decode)
         if work.prefill is not None:
             pair = (work.prefill.record.instance, decode)
@@ -393,6 +396,11 @@ def _fetch(snapshot: Snapshot, fetch: Fetch) -> wpb.Fetch:
     timeout_ms = max(LEAST_FETCH_MS, 2 * fetch.saved_ms)
     holder = holder_of(snapshot.worker(fetch.holder).record)
     return wpb.Fetch(holder=holder, num_blocks=fetch.num_blocks, timeout_ms=round(timeout_ms))
+
+
+def _num_held(computing: Replica) -> int:
+    """Blocks of the prompt that it has or will have without computing them for it."""
+    return max(computing.matched_blocks, computing.expected_blocks)
 
 
 def _names(served: _Served, computing: Worker) -> Sequence[BlockHash]:

@@ -119,7 +119,11 @@ class Metrics:
         live = self._gauge("kvferry_live_workers", "Workers with a lease.", "role")
         for role in Role:
             live.labels(role=role.value).set_function(partial(fleet.num_live, role))
-
+        late = self._gauge(
+            "kvferry_news_late_seconds",
+            "Since the oldest prompt was computed of which the index has told nothing yet.",
+        )
+        late.set_function(lambda: fleet.news.late_s)
         held = self._gauge(
             "kvferry_quarantines",
             "Of a worker's wires and calls to it, or of the worker, by those they damage.",

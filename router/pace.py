@@ -29,6 +29,13 @@ class Pace:
         self._prompts += 1
         self._work_ms += work_ms
 
+    def note_others(self, num_prompts: int) -> None:
+        """Other routers have sent as many, as long as ours in the mean."""
+        self._decay()
+        if self._prompts:
+            self._work_ms += num_prompts * self._work_ms / self._prompts
+            self._prompts += num_prompts
+
     def note_output(self, num_tokens: int) -> None:
         """An answer has ended with so many tokens."""
         self._decay()

@@ -64,6 +64,8 @@ class Worker:
     booked_requests: int = 0
     booked_ms: float = 0.0  # that computing `booked_tokens` will take, as the curve says
     foreign_tokens: int = 0  # what it reported beyond ours: other routers' work
+    own_prompts: int = 0  # of ours, computed there
+    _other_prompts: int = 0  # that it has computed in its life, ours aside
     legs: set[Loses] = field(default_factory=set)
     calls: dict[str, Any] = field(default_factory=dict)  # over `channel`, by name; see `legs`
     # The most prompt tokens booked at once, since the last report and between it and the last but
@@ -85,6 +87,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._learn_steps(self.record)
+        self._other_prompts = self.record.load.computed_prompts
 
     @property
     def name(self) -> str:
@@ -100,12 +103,17 @@ class Worker:
         """False once the peer has closed or refused the connection, as a dead process does."""
         return self.channel.get_state() is grpc.ChannelConnectivity.READY
 
-    def renew(self, record: WorkerRecord) -> None:
+    def renew(self, record: WorkerRecord) -> int:
+        """How many prompts of other routers it was found to have computed."""
+        others = record.load.computed_prompts - self.own_prompts
+        found = max(0, others - self._other_prompts)  # fewer, where the report is older than ours
+        self._other_prompts += found
         if record.load != self.record.load:
             self.foreign_tokens = max(0, record.load.queued_tokens - max(self._peaks))
             self._peaks = (self._peaks[1], self.booked_prompts)
             self._learn_steps(record)
         self.record = record
+        return found
 
     def prefill_curve(self, usual: PrefillCurve) -> PrefillCurve:
         """Of a prompt: as fitted, else as reported, else as usual among the others."""
@@ -263,6 +271,7 @@ class Booking:
         """As the worker itself says; 0 where it does not know. `cached_tokens` were there, some of
         them because they were fetched.
         """
+        self.computing.own_prompts += 1
         if self.learn(compute_ms, cached_tokens):
             since_ms = (self.clock.now() - self.opened_at) * 1000
             self.computing.dispatch.learn(max(0.0, since_ms - queue_ms - compute_ms - fetch_ms))

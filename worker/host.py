@@ -318,6 +318,7 @@ def _load(front: Front) -> Load:
         step_sequences=load.step_sequences,
         step_context_tokens=load.step_context_tokens,
         context_tokens=load.context_tokens,
+        computed_prompts=load.computed_prompts,
         draining=not front.doors.open,
         quarantines=front.quarantines.standing(),
     )

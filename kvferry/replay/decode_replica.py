@@ -179,6 +179,7 @@ class DecodeReplica:
             step_sequences=max(1, len(self._ends)),
             step_context_tokens=self._context_tokens / self.unit,
             context_tokens=self._context_tokens // self.unit,
+            computed_prompts=self.num_prompts,
         )
 
     def news(self) -> tuple[Load, list[BlockEvent]]:

@@ -184,6 +184,7 @@ class PrefillReplica:
             prefill_ms_per_token=self._speed.ms_per_token * self.unit,
             decode_step_ms=0.0,
             draining=False,
+            computed_prompts=self.num_prompts,
         )
 
     def news(self) -> tuple[Load, list[BlockEvent]]:

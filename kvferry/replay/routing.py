@@ -37,7 +37,6 @@ from router.forecast import forecast
 from router.hit_rate import HitRate, account
 from router.journal import journal
 from router.sessions import Sessions
-from router.sightings import Sightings
 from router.snapshot import Asked, Snapshot
 
 NOBODY_POLL_S = 0.05
@@ -99,7 +98,6 @@ class Routing:
         ours = options.policy is Policy.OURS
         self._weights = ways.Weights(fetches=options.fetches and ours)
         self._sessions = Sessions(clock)
-        self._sightings = Sightings(clock)
         self._mirror = Mirror(crew.index, clock)
         self._fleet = Fleet(
             self._mirror,
@@ -107,15 +105,15 @@ class Routing:
             lambda _address: cast(grpc.aio.Channel, _Channel()),
             clock,
             journal(io.StringIO()),
-            sightings=self._sightings,
         )
+        self._sightings = self._fleet.sightings
         self._gate: Gate | None = None
         if options.line and ours:
             self._gate = Gate(self._fleet, clock, self._bounds, self._weights)
 
     async def follow(self) -> None:
         """The index, until cancelled."""
-        await self._mirror.run()
+        await asyncio.gather(self._mirror.run(), self._fleet.run())
 
     async def until_live(self, num_workers: int) -> None:
         while sum(map(self._fleet.num_live, Role)) < num_workers:
@@ -269,7 +267,9 @@ class Routing:
         pair = [chosen.decode, *([chosen.prefill] if chosen.prefill else [])]
         oracle = min(self._sightings.depth(names), reusable)
         gone = self._sightings.gone(names[available:oracle], block_tokens, self._fleet.is_live)
-        self._sightings.note(names, snapshot.computing(chosen).record.instance)
+        computing = chosen.computing
+        num_held = max(computing.matched_blocks, computing.expected_blocks)
+        self._sightings.note(names, snapshot.computing(chosen).record.instance, num_held)
         rates = {
             "oracle": oracle * block_tokens,
             "available": available * block_tokens,

@@ -262,6 +262,24 @@ def test_a_reported_queue_is_not_counted_twice(bench: Bench) -> None:
     assert bench.snapshot().replicas.prefills[0].queued_tokens == 200
 
 
+def test_prompts_that_a_worker_computed_for_other_routers_add_to_the_pace(bench: Bench) -> None:
+    """What it computed before we saw it first does not, nor do our own, reported early or late."""
+
+    def report(num_prompts: int) -> float:
+        load = replace(IDLE, computed_prompts=num_prompts)
+        bench.show(record("prefill-0", load=load), record("decode-0"))
+        return bench.snapshot().replicas.prompts_per_ms
+
+    report(1000)
+    prefill, decode = bench.fleet.workers
+    booking = bench.fleet.book(prefill, decode, 300, compute_ms=300.0)
+    booking.computed_in(0.0, 300.0, 0)
+    booking.close()
+    ours = bench.snapshot().replicas.prompts_per_ms
+    assert report(1000) == report(1001) == ours
+    assert report(1004) == report(1002) == 4 * ours
+
+
 def test_a_report_that_arrives_late_does_not_turn_our_own_work_into_others(bench: Bench) -> None:
     """It was made while two prompts were here, and is read when one of them is done."""
     bench.show(record("prefill-0"), record("decode-0"))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.clock import ManualClock
 from router.hit_rate import HitRate, Loss, account, total
+from router.news import News
 from router.sightings import Sightings
 
 tokens = st.integers(0, 5000)
@@ -104,9 +105,14 @@ def test_the_numbers_only_shrink_and_add_up_whatever_was_seen(
     assert twice.prompt == 2 * prompt and total([]) == HitRate()
 
 
+def told(clock: ManualClock) -> News:
+    """Within a second."""
+    return News(clock, lambda _instance, _name: True, slack_s=1.0)
+
+
 def test_what_was_seen_is_gone_for_a_reason() -> None:
     clock = ManualClock()
-    sightings = Sightings(clock, lag_s=1.0)
+    sightings = Sightings(clock, told(clock))
     names = [bytes([number]) * 16 for number in range(4)]
 
     def why(*live: str) -> list[Loss]:
@@ -126,7 +132,7 @@ def test_what_was_seen_is_gone_for_a_reason() -> None:
 
 def test_a_prompt_is_settled_by_itself_though_it_shares_its_beginning() -> None:
     clock = ManualClock()
-    sightings = Sightings(clock, lag_s=1.0)
+    sightings = Sightings(clock, told(clock))
     names = [bytes([number]) * 16 for number in range(4)]
     sightings.note(names[:2], "w")
     sightings.note(names, "w")
@@ -140,24 +146,42 @@ def test_a_prompt_is_settled_by_itself_though_it_shares_its_beginning() -> None:
 
 def test_what_was_just_sent_to_a_worker_is_expected_there_until_its_news_should_have_come() -> None:
     clock = ManualClock()
-    sightings = Sightings(clock, lag_s=1.0)
+    sightings = Sightings(clock, told(clock))
     names = [bytes([number]) * 16 for number in range(6)]
     sightings.note(names[:4], "w/1")
-    assert sightings.expected(names, "w/1", 0) == 4
-    assert sightings.expected(names, "w/2", 0) == 0
+    assert sightings.expected(names) == {"w/1": 4}
     sightings.note(names[:2], "w/2")  # they begin alike
-    assert sightings.expected(names, "w/1", 0) == 0
-    assert sightings.expected(names, "w/1", 2) == 4
-    assert sightings.expected(names, "w/2", 0) == 2
+    assert sightings.expected(names) == {"w/1": 4, "w/2": 2}
+    assert sightings.expected(names[:2]) == {"w/2": 2}
     sightings.settle(names[:4], "w/1")
     clock.advance(0.9)
-    assert sightings.expected(names, "w/1", 2) == 4
+    assert sightings.expected(names) == {"w/1": 4, "w/2": 2}
     clock.advance(0.2)
-    assert sightings.expected(names, "w/1", 2) == 2
-    assert sightings.expected(names, "w/1", 5) == 5
+    assert sightings.expected(names) == {"w/2": 2}
     sightings.drop(names[:2], "w/2")  # it failed
-    assert sightings.expected(names, "w/2", 0) == 0
+    assert sightings.expected(names) == {}
     assert sightings.gone(names[:1], 16, lambda _: True) == [(Loss.EVICTED, 16)]
+
+
+def test_while_news_are_late_a_worker_is_expected_to_hold_what_its_pool_can() -> None:
+    """Of twelve blocks, and prompts of four; the last one shares two with the one before."""
+    clock = ManualClock()
+    news = News(clock, lambda _instance, _name: False, slack_s=1.0)
+    sightings = Sightings(clock, news)
+    sightings.opened("w/1", 12)
+    prompts = [[bytes([number, at]) * 8 for at in range(4)] for number in range(4)]
+    for names in prompts[:3]:
+        sightings.note(names, "w/1")
+        sightings.settle(names, "w/1")
+        clock.advance(60.0)
+    assert [sightings.expected(names) for names in prompts[:3]] == [{"w/1": 4}] * 3
+    longer = prompts[2][:2] + prompts[3][:2]
+    sightings.note(longer, "w/1", num_held=2)
+    sightings.settle(longer, "w/1")
+    assert [sightings.expected(names) for names in prompts[:2]] == [{}, {"w/1": 4}]
+    sightings.others_computed("w/1", 1)  # as long as ours in the mean: three blocks
+    assert sightings.expected(prompts[1]) == {}
+    assert sightings.expected(longer) == {"w/1": 4}
 
 
 def test_only_so_many_names_are_remembered_and_the_latest_stay() -> None:

@@ -27,3 +27,14 @@ def test_what_has_not_happened_for_long_counts_no_more() -> None:
     before = pace.busy
     clock.advance(600)
     assert pace.busy < before / 10_000
+
+
+def test_prompts_of_other_routers_count_as_long_as_ours() -> None:
+    pace = Pace(ManualClock())
+    pace.note_others(5)  # nothing is known of their length
+    assert (pace.prompts_per_ms, pace.busy) == (0.0, 0.0)
+    for work_ms in (100.0, 300.0):
+        pace.note(work_ms)
+    alone = pace.prompts_per_ms, pace.busy
+    pace.note_others(2)
+    assert (pace.prompts_per_ms, pace.busy) == (2 * alone[0], 2 * alone[1])

@@ -33,6 +33,7 @@ from router.main import serving
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.system.live_cluster import LiveCluster, Reply, live_cluster
+from tests.system.slow_redis import slow_redis
 from transport.orders import Lender, ShipmentKey
 from transport.pull import GrpcPuller, Names, by_name
 
@@ -148,6 +149,19 @@ async def test_a_redis_wiped_under_load_fails_no_request_and_hits_come_back(
             await asyncio.sleep(0.05)
 
 
+async def test_a_redis_of_half_a_second_a_command_costs_no_request_and_no_reuse(
+    cluster: LiveCluster,
+) -> None:
+    prompts = [prompt_of(200, seed=850 + number) for number in range(4)]
+    await cached_share(cluster.stub, prompts)
+    await until_announced(cluster, prompts)
+    before = await cached_share(cluster.stub, prompts)
+    assert before > 0.9
+    async with slow_redis(cluster.redis_url) as pauses:
+        while pauses.count < 3:
+            assert await cached_share(cluster.stub, prompts) >= before
+
+
 async def until_announced(
     cluster: LiveCluster, prompts: Sequence[list[int]], timeout_s: float = 30
 ) -> None:
@@ -168,7 +182,9 @@ async def until_announced(
 
 
 async def test_another_router_serves_as_well_when_one_is_killed(cluster: LiveCluster) -> None:
-    """It has routed none of these prompts; the killed one comes back and knows them, too."""
+    """It has routed none of these prompts; the killed one comes back and knows them, too. What it
+    was serving ends, and leaves nothing on the workers.
+    """
     prompts = [prompt_of(200, seed=900 + number) for number in range(8)]
     await cached_share(cluster.stub, prompts)
     await until_announced(cluster, prompts)
@@ -185,9 +201,14 @@ async def test_another_router_serves_as_well_when_one_is_killed(cluster: LiveClu
         serving(settings, ServedModel.of(open_model("checksum"))) as info,
         grpc.aio.insecure_channel(info["grpc_address"]) as channel,
     ):
+        cut_off = cluster.stream(prompts[0], max_tokens=4000, temperature=0, ignore_eos=True)
+        while not (await cut_off.read()).HasField("delta"):
+            pass
         async with replaced(cluster, "router") as was:
             os.kill(was, signal.SIGKILL)
             stub = inference_pb2_grpc.InferenceStub(channel)
+            assert await cut_off.code() is grpc.StatusCode.UNAVAILABLE
+            await cluster.settled()
             beside = await cached_share(stub, prompts)
         assert beside >= 0.95 * before
         assert await cached_share(cluster.stub, prompts) >= 0.95 * before

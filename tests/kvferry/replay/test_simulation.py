@@ -65,7 +65,7 @@ def test_ours_reuses_what_a_shorter_queue_would_throw_away(outcomes: dict[Policy
     for rival in (Policy.LEAST_LOADED, Policy.ROUND_ROBIN, Policy.RANDOM):
         assert delivered(ours) > 1.5 * delivered(outcomes[rival])
         assert ours.ttft_ms(0.5) < outcomes[rival].ttft_ms(0.5)
-    assert ours.imbalance < 1.25
+    assert ours.imbalance < 1.4  # 1.08 to 1.32, by the seed: 120 sessions fall on four replicas
 
 
 def test_most_cached_sends_everything_to_one_replica(outcomes: dict[Policy, Outcome]) -> None:
@@ -122,20 +122,17 @@ def test_a_replica_that_dies_costs_retries_and_no_request(trace: Trace) -> None:
     assert late and not any(each.candidate.startswith("prefill-1") for each in late)
 
 
-def test_an_index_that_hears_late_costs_the_reuse_of_what_it_has_not_heard_of_and_no_more(
+def test_an_index_that_hears_late_costs_next_to_no_reuse_of_what_one_router_sent(
     trace: Trace, outcomes: dict[Policy, Outcome]
 ) -> None:
-    """A session's next prompt comes some seconds after its last; the trace takes 75 s. What the
-    router itself has just sent it knows.
-    """
+    """A session's next prompt comes some seconds after its last; the trace takes 75 s."""
     prompt = outcomes[Policy.OURS]
-    slow, late = (replay(trace, replace(SMALL, index_lag_s=lag)) for lag in (2.0, 60.0))
-    assert delivered(slow) > 0.97 * delivered(prompt)
-    assert 0.45 * delivered(prompt) < delivered(late) < delivered(slow)
-    assert late.ttft_ms() > prompt.ttft_ms()
-    for each in (*slow.served, *late.served):
-        each.hit_rate.check()
-    assert len(late.served) == 600 and late.imbalance < 1.25
+    for lag_s in (10.0, 60.0):
+        late = replay(trace, replace(SMALL, index_lag_s=lag_s))
+        assert delivered(late) > 0.97 * delivered(prompt)
+        for each in late.served:
+            each.hit_rate.check()
+        assert len(late.served) == 600 and late.imbalance < 1.4
 
 
 def test_an_impossible_size_is_refused_with_the_figures(trace: Trace) -> None:
@@ -320,7 +317,7 @@ def test_a_prefix_is_fetched_from_its_holder_where_that_takes_less_than_computin
 def test_two_routers_that_share_the_index_alone_reuse_what_one_does(
     trace: Trace, outcomes: dict[Policy, Outcome]
 ) -> None:
-    """One's bookings are half of what the other should know, for a second; the trace takes 75."""
+    """Neither knows what the other one sends, until workers report it."""
     one, two = outcomes[Policy.OURS], replay(trace, replace(SMALL, num_routers=2))
     assert delivered(two) >= 0.95 * delivered(one)
     assert two.imbalance <= 1.4
