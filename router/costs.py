@@ -1,4 +1,10 @@
-"""The terms of a way's cost, in milliseconds; `router.policy` says what each stands for."""
+"""The terms of a way's cost, in milliseconds; `router.policy` says what each stands for.
+
+A way's terms are those of the replica that computes, those of the one that streams, and what only
+the two together decide; the search for the cheapest adds up each by itself.
+"""
+
+from typing import NamedTuple
 
 from router.fetching import fetch_ms
 from router.ways import Fetch, Link, Prompt, Replica, Terms, Weights
@@ -53,6 +59,82 @@ def hides_ms(prompt: Prompt, compute_ms: float) -> float:
     return compute_ms * (prompt.num_layers - 1) / prompt.num_layers
 
 
+class ComputePart(NamedTuple):
+    """What the replica decides that computes a prompt; the sum is what it costs."""
+
+    queue_ms: float
+    fetch_ms: float
+    compute_ms: float
+    dispatch_ms: float
+    followers_ms: float
+    interference_ms: float
+    lateness_ms: float
+    session_ms: float
+    admission_ms: float
+
+
+class StreamPart(NamedTuple):
+    """And the one that streams the answer."""
+
+    admission_ms: float
+    streaming_ms: float
+    lateness_ms: float
+    session_ms: float
+
+
+def prefill_part(
+    prompt: Prompt,
+    prefill: Replica,
+    followers: float,
+    weights: Weights,
+    compute_ms: float,
+    waits_ms: float,
+) -> ComputePart:
+    """`waits_ms` for blocks that are elsewhere, besides computing."""
+    return ComputePart(
+        prefill.queue_ms,
+        waits_ms,
+        compute_ms,
+        prefill.dispatch_ms,
+        followers * compute_ms,
+        0.0,
+        late_first_ms(prompt, prefill, waits_ms + compute_ms, weights),
+        left_prefill_ms(prompt, prefill, weights),
+        weights.handoff_ms,
+    )
+
+
+def alone_part(
+    prompt: Prompt,
+    decode: Replica,
+    followers: float,
+    weights: Weights,
+    compute_ms: float,
+    waits_ms: float,
+) -> ComputePart:
+    """Of decode, where it computes the prompt itself."""
+    return ComputePart(
+        decode.queue_ms,
+        waits_ms,
+        compute_ms,
+        decode.dispatch_ms,
+        followers * compute_ms,
+        weights.interference * compute_ms * (decode.running + 1),
+        late_first_ms(prompt, decode, waits_ms + compute_ms, weights),
+        0.0,
+        0.0,
+    )
+
+
+def stream_part(prompt: Prompt, decode: Replica, weights: Weights) -> StreamPart:
+    return StreamPart(
+        wait_ms(prompt, decode, weights),
+        weights.streaming * prompt.output_tokens * decode.joined_step_ms,
+        late_tokens_ms(prompt, decode, weights),
+        left_decode_ms(prompt, decode, weights),
+    )
+
+
 def pair_terms(
     prompt: Prompt,
     prefill: Replica,
@@ -63,40 +145,40 @@ def pair_terms(
     fetch: Fetch | None = None,
 ) -> Terms:
     compute_ms = fetch.compute_ms if fetch else prompt.compute_ms(prefill)
-    link_ms, hidden_ms, distance_ms = shipping_ms(prompt, prefill, decode, link, weights, fetch)
     waits_ms = fetch_ms(prompt, prefill, weights, fetch)
-    late_ms = late_first_ms(prompt, prefill, waits_ms + compute_ms, weights)
-    left_ms = left_prefill_ms(prompt, prefill, weights)
-    return Terms(
-        queue_ms=prefill.queue_ms,
-        fetch_ms=waits_ms,
-        compute_ms=compute_ms,
-        dispatch_ms=prefill.dispatch_ms,
-        link_ms=max(0.0, link_ms - hidden_ms),
-        admission_ms=weights.handoff_ms + wait_ms(prompt, decode, weights),
-        followers_ms=followers * compute_ms,
-        streaming_ms=weights.streaming * prompt.output_tokens * decode.joined_step_ms,
-        lateness_ms=late_ms + late_tokens_ms(prompt, decode, weights),
-        session_ms=left_ms + left_decode_ms(prompt, decode, weights),
-        distance_ms=distance_ms,
+    link_ms, hidden_ms, distance_ms = shipping_ms(prompt, prefill, decode, link, weights, fetch)
+    return _terms(
+        prefill_part(prompt, prefill, followers, weights, compute_ms, waits_ms),
+        stream_part(prompt, decode, weights),
+        max(0.0, link_ms - hidden_ms),
+        distance_ms,
     )
 
 
 def alone_terms(prompt: Prompt, decode: Replica, followers: float, weights: Weights) -> Terms:
-    compute_ms = prompt.compute_ms(decode)
-    waits_ms = fetch_ms(prompt, decode, weights)
-    late_ms = late_first_ms(prompt, decode, waits_ms + compute_ms, weights)
+    compute_ms, waits_ms = prompt.compute_ms(decode), fetch_ms(prompt, decode, weights)
+    return _terms(
+        alone_part(prompt, decode, followers, weights, compute_ms, waits_ms),
+        stream_part(prompt, decode, weights),
+    )
+
+
+def _terms(
+    computing: ComputePart, streaming: StreamPart, link_ms: float = 0.0, distance_ms: float = 0.0
+) -> Terms:
     return Terms(
-        queue_ms=decode.queue_ms,
-        fetch_ms=waits_ms,
-        compute_ms=compute_ms,
-        dispatch_ms=decode.dispatch_ms,
-        interference_ms=weights.interference * compute_ms * (decode.running + 1),
-        admission_ms=wait_ms(prompt, decode, weights),
-        followers_ms=followers * compute_ms,
-        streaming_ms=weights.streaming * prompt.output_tokens * decode.joined_step_ms,
-        lateness_ms=late_ms + late_tokens_ms(prompt, decode, weights),
-        session_ms=left_decode_ms(prompt, decode, weights),
+        queue_ms=computing.queue_ms,
+        fetch_ms=computing.fetch_ms,
+        compute_ms=computing.compute_ms,
+        dispatch_ms=computing.dispatch_ms,
+        link_ms=link_ms,
+        interference_ms=computing.interference_ms,
+        admission_ms=computing.admission_ms + streaming.admission_ms,
+        followers_ms=computing.followers_ms,
+        streaming_ms=streaming.streaming_ms,
+        lateness_ms=computing.lateness_ms + streaming.lateness_ms,
+        session_ms=computing.session_ms + streaming.session_ms,
+        distance_ms=distance_ms,
     )
 
 

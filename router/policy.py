@@ -31,15 +31,13 @@ from math import inf
 import xxhash
 
 from router.costs import (
+    alone_part,
     alone_terms,
     hides_ms,
-    late_first_ms,
-    late_tokens_ms,
-    left_decode_ms,
-    left_prefill_ms,
     pair_terms,
+    prefill_part,
     shipping_ms,
-    wait_ms,
+    stream_part,
 )
 from router.fetching import fetch_for, fetch_ms, holders
 from router.least_pair import Column, Row, least_pair
@@ -115,7 +113,8 @@ class _Search:
 
     def cheapest(self, over_bars: bool = False) -> Candidate | None:
         """`over_bars` lets those be chosen that have too much ahead."""
-        costs = [_tenths(self._stream_ms(each)) for each in self._decodes]
+        prompt, weights = self._prompt, self._weights
+        costs = [_tenths(sum(stream_part(prompt, each, weights))) for each in self._decodes]
         alone = self._alone(costs, over_bars)
         found = self._cheapest_pair(costs, over_bars)
         if found is None or (alone is not None and alone[0] < found[0]):
@@ -126,14 +125,15 @@ class _Search:
         self, costs: Sequence[int], over_bars: bool
     ) -> tuple[int, Replica, Replica, Fetch | None] | None:
         """`costs` are what decodes cost as those that stream."""
+        prompt, weights, behind = self._prompt, self._weights, self._behind_prefill
         rows: list[Row] = []
         starts: list[tuple[Replica, Fetch | None]] = []
         for each in self._prefills:
             for compute_ms, fetch in self._ways_to_compute(each):
-                own_ms = fetch_ms(self._prompt, each, self._weights, fetch) + compute_ms
-                if self._may_compute(each, own_ms, over_bars):
-                    hides = _tenths(hides_ms(self._prompt, compute_ms))
-                    rows.append(Row(_tenths(self._prefill_ms(each, compute_ms, own_ms)), hides))
+                waits_ms = fetch_ms(prompt, each, weights, fetch)
+                if self._may_compute(each, waits_ms + compute_ms, over_bars):
+                    part = prefill_part(prompt, each, behind, weights, compute_ms, waits_ms)
+                    rows.append(Row(_tenths(sum(part)), _tenths(hides_ms(prompt, compute_ms))))
                     starts.append((each, fetch))
         decodes, needs = self._decodes, self._needs([prefill for prefill, _ in starts])
         columns = [Column(cost, needs(each)) for each, cost in zip(decodes, costs, strict=True)]
@@ -168,13 +168,14 @@ class _Search:
         """(cost, decode) of the cheapest that computes the prompt by itself."""
         if self._pins.prefill:
             return None
+        prompt, weights, behind = self._prompt, self._weights, self._behind_decode
         costs: list[tuple[int, int]] = []
         for at, (decode, cost) in enumerate(zip(self._decodes, streaming, strict=True)):
-            compute_ms = self._prompt.compute_ms(decode)
-            own_ms = fetch_ms(self._prompt, decode, self._weights) + compute_ms
-            if self._may_compute(decode, own_ms, over_bars):
-                here_ms = self._compute_here_ms(decode, compute_ms, own_ms)
-                costs.append((cost + _tenths(here_ms), at))
+            compute_ms = prompt.compute_ms(decode)
+            waits_ms = fetch_ms(prompt, decode, weights)
+            if self._may_compute(decode, waits_ms + compute_ms, over_bars):
+                part = alone_part(prompt, decode, behind, weights, compute_ms, waits_ms)
+                costs.append((cost + _tenths(sum(part)), at))
         return min(costs, default=None)
 
     def _may_compute(self, replica: Replica, own_ms: float, over_bars: bool) -> bool:
@@ -184,41 +185,6 @@ class _Search:
         if replica.measured and ttft_ms > self._prompt.left_ms:
             return False
         return over_bars or not over_bar(replica, self._pins, self._bar_ms)
-
-    def _prefill_ms(self, prefill: Replica, compute_ms: float, own_ms: float) -> float:
-        """Of a pair, what this prefill replica decides. `own_ms` is its computing and its fetch."""
-        prompt, weights = self._prompt, self._weights
-        return (
-            prefill.queue_ms
-            + own_ms
-            + compute_ms * self._behind_prefill
-            + prefill.dispatch_ms
-            + weights.handoff_ms
-            + late_first_ms(prompt, prefill, own_ms, weights)
-            + left_prefill_ms(prompt, prefill, weights)
-        )
-
-    def _stream_ms(self, decode: Replica) -> float:
-        """Of any way, what this decode replica decides as the one that streams."""
-        prompt, weights = self._prompt, self._weights
-        return (
-            wait_ms(prompt, decode, weights)
-            + weights.streaming * prompt.output_tokens * decode.joined_step_ms
-            + late_tokens_ms(prompt, decode, weights)
-            + left_decode_ms(prompt, decode, weights)
-        )
-
-    def _compute_here_ms(self, decode: Replica, compute_ms: float, own_ms: float) -> float:
-        """Of decode alone, what computing adds to streaming."""
-        prompt, weights = self._prompt, self._weights
-        beside = weights.interference * (decode.running + 1)
-        return (
-            decode.queue_ms
-            + own_ms
-            + compute_ms * (beside + self._behind_decode)
-            + decode.dispatch_ms
-            + late_first_ms(prompt, decode, own_ms, weights)
-        )
 
     def _needs(self, prefills: Sequence[Replica]) -> Callable[[Replica], int]:
         """The least time on a link of what a decode replica lacks, from any of these."""
