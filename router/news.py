@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from engine.clock import Clock
 
-SLACK_S = 1.5  # as late as they may always be
+SLACK_S = 1.5  # as late as they may always be, and one worker's later than another's
 MOST_LATE_S = 600.0
 MOST_AWAITED = 4096  # prompts
 NEXT_FEW = 8
@@ -70,5 +70,5 @@ class News:
 
     def have_come(self, computed_at: float) -> bool:
         """Of what was computed then."""
-        age_s = self._clock.now() - computed_at
-        return age_s >= self._slack_s and age_s > self.late_s
+        age_s, late_s = self._clock.now() - computed_at, self.late_s
+        return age_s >= self._slack_s + (late_s if late_s > self._slack_s else 0.0)

@@ -111,6 +111,7 @@ def test_a_repeat_computes_all_but_the_full_blocks_before_its_last_token(
         assert again.text == truth(prompt, 1)
     assert worker.engine.stats().computed_tokens - before == 3 * (num_tokens - cached)
     assert worker.engine.stats().cached_tokens == 3 * cached
+    assert worker.engine.load().computed_prompts == 4, "chunks are no prompts of their own"
     assert worker.is_empty()
 
 

@@ -28,7 +28,7 @@ def test_news_are_awaited_from_computing_until_the_index_tells_them() -> None:
     clock.advance(30)
     assert (news.late_s, news.have_come(0.0), news.have_come(-1.0)) == (60, False, True)
     index.tell("a", b"1")
-    assert (news.late_s, news.have_come(30.0), news.have_come(29.0)) == (30, False, True)
+    assert (news.late_s, news.have_come(29.1), news.have_come(29.0)) == (30, False, True)
     index.tell("b", b"2")
     assert news.late_s == 0
     assert (news.have_come(clock.now() - 0.9), news.have_come(clock.now() - 1)) == (False, True)
