@@ -262,6 +262,30 @@ def test_a_reported_queue_is_not_counted_twice(bench: Bench) -> None:
     assert bench.snapshot().replicas.prefills[0].queued_tokens == 200
 
 
+def test_what_was_sent_to_a_worker_is_expected_there_until_the_mirror_has_told_it(
+    bench: Bench,
+) -> None:
+    """However late, and whether or not the worker still holds it by then."""
+    bench.show(record("prefill-0"), record("prefill-1"), record("decode-0"))
+    prefill, *_ = bench.fleet.workers
+    named = names(SOURCE.namespace("int64"), 16)
+
+    def seen() -> list[tuple[int, int]]:
+        bench.fleet.news.listen()
+        prefills = bench.snapshot().replicas.prefills
+        return [(each.matched_blocks, each.expected_blocks) for each in prefills]
+
+    bench.fleet.sightings.note(named, prefill.record.instance)
+    assert seen() == [(0, 4), (0, 0)]
+    bench.fleet.sightings.settle(named, prefill.record.instance)
+    bench.clock.advance(60.0)
+    assert seen() == [(0, 4), (0, 0)]
+    bench.mirror.held = {"prefill-0": 4}
+    assert seen() == [(4, 4), (0, 0)]
+    bench.mirror.held = {}
+    assert seen() == [(0, 0), (0, 0)]
+
+
 def test_prompts_that_a_worker_computed_for_other_routers_add_to_the_pace(bench: Bench) -> None:
     """What it computed before we saw it first does not, nor do our own, reported early or late."""
 
