@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-REQUESTS = 300
+ROUNDS = 4
+REQUESTS = 150  # in each
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -35,8 +36,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Liv
         yield cluster
 
 
-async def ttft_p99(cluster: LiveCluster, seed: int) -> float:
-    """In seconds, one request after the other."""
+async def first_tokens(cluster: LiveCluster, seed: int) -> list[float]:
+    """How long they take, in seconds, one request after the other."""
     took = []
     for number in range(REQUESTS):
         prompt, began = prompt_of(100, seed=seed + number), time.perf_counter()
@@ -48,25 +49,32 @@ async def ttft_p99(cluster: LiveCluster, seed: int) -> float:
         async for _ in call:
             pass
         assert await call.code() is grpc.StatusCode.OK
-    return sorted(took)[REQUESTS * 99 // 100 - 1]
+    return took
+
+
+def p99(took: list[float]) -> float:
+    return sorted(took)[len(took) * 99 // 100]
 
 
 async def test_a_redis_of_half_a_second_a_command_adds_25_ms_to_the_first_token_at_most(
     cluster: LiveCluster,
 ) -> None:
-    await ttft_p99(cluster, seed=1000)
-    before = await ttft_p99(cluster, seed=2000)
-    async with slow_redis(cluster.redis_url) as pauses:
-        slow = await ttft_p99(cluster, seed=3000)
-    print(f"p99 {before * 1e3:.1f} ms, with a slow Redis {slow * 1e3:.1f} ms")
-    assert pauses.count >= 3
-    assert slow - before <= 0.025
+    """In turns, so that both see the same machine."""
+    await first_tokens(cluster, seed=0)
+    usual, slow = list[float](), list[float]()
+    for number in range(ROUNDS):
+        usual += await first_tokens(cluster, seed=1000 * number + 1000)
+        async with slow_redis(cluster.redis_url) as pauses:
+            slow += await first_tokens(cluster, seed=1000 * number + 1500)
+        assert pauses.count >= 1
+    print(f"p99 {p99(usual) * 1e3:.1f} ms, with a slow Redis {p99(slow) * 1e3:.1f} ms")
+    assert p99(slow) - p99(usual) <= 0.025
 
 
 async def test_a_killed_router_is_ready_within_5_s_and_knows_what_it_knew_within_30(
     cluster: LiveCluster,
 ) -> None:
-    prompts = [prompt_of(200, seed=4000 + number) for number in range(20)]
+    prompts = [prompt_of(200, seed=9000 + number) for number in range(20)]
     await cached_share(cluster.stub, prompts)
     await until_announced(cluster, prompts)
     before = await cached_share(cluster.stub, prompts)
