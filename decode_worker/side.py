@@ -54,7 +54,9 @@ class DecodeSide:
         return self.receiver.watch
 
     def serve_ranks(self, server: grpc.aio.Server) -> None:
-        transfer = TransferServicer(self.receiver, acceptors(self._context.settings))
+        transfer = TransferServicer(
+            self.receiver, acceptors(self._context.settings, self._context.parts.store)
+        )
         transfer.add_to(server)
         if self._context.identity.rank > 0:
             servicer = DecodeRankServicer(self.receiver)

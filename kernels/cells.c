@@ -192,6 +192,46 @@ int64_t catch_cells(int fd, char *pool, const layout *at, const int64_t *blocks,
     return taken;
 }
 
+/* From one pool into another, which may be of another layout. What is written is what was digested,
+ * whatever becomes of the first pool meanwhile: each cell is copied into `room` once, on the way of
+ * its digest, and goes on from there only if it is the one that `digests`, if given, say; `bad` is
+ * set for the others. Of the last block `tail_slots` slots have meaning, 0: all. */
+void move_cells(char *from, const layout *theirs, const int64_t *from_blocks, char *to,
+                const layout *ours, const int64_t *to_blocks, int64_t num_blocks,
+                int64_t tail_slots, char *room, digest_fn digest, const uint64_t *digests,
+                int64_t digest_stride, uint8_t *bad) {
+    const int64_t cell_bytes = ours->num_slots * ours->slot_bytes;
+    layout one = *theirs;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        const int tail = tail_slots && b + 1 == num_blocks;
+        int64_t row = b * digest_stride;
+        for (int64_t i = 0; i < ours->hi - ours->lo; i++)
+            for (int64_t plane = 0; plane < ours->num_planes; plane++, row++) {
+                const char *cell = cell_of(from, theirs, from_blocks[b], theirs->lo + i, plane);
+                char *place = cell_of(to, ours, to_blocks[b], ours->lo + i, plane);
+                uint64_t found = 0;
+                if (!digests && !tail && theirs->slot_stride == theirs->slot_bytes) {
+                    memcpy(room, cell, cell_bytes);
+                } else if (!tail && theirs->slot_stride == theirs->slot_bytes) {
+                    found = copy_and_digest(room, cell, cell_bytes, digest);
+                } else {
+                    one.num_slots = tail ? tail_slots : theirs->num_slots;
+                    copy_slots(room, theirs->slot_bytes, cell, theirs->slot_stride, &one);
+                    memset(room + one.num_slots * theirs->slot_bytes, 0,
+                           cell_bytes - one.num_slots * theirs->slot_bytes);
+                    found = digest_of(room, cell_bytes, digest);
+                }
+                if (digests && found != digests[row])
+                    bad[row] = 1;
+                else if (ours->slot_stride == ours->slot_bytes)
+                    copy_past_caches(place, room, cell_bytes);
+                else
+                    copy_slots(place, ours->slot_stride, room, ours->slot_bytes, ours);
+            }
+    }
+    finish_copies();
+}
+
 void digest_cells(digest_fn digest, const char *cells, int64_t num_cells, int64_t cell_bytes,
                   uint64_t *digests) {
     for (int64_t i = 0; i < num_cells; i++)

@@ -177,6 +177,37 @@ class HostCells(NamedTuple):
             ctypes.c_void_p(None if bad is None else bad.ctypes.data),
         )
 
+    def move(
+        self,
+        theirs: tuple[int, Layout, NDArray[np.int64]],
+        ours: tuple[int, Layout, NDArray[np.int64]],
+        tail_slots: int,
+        digests: NDArray[np.uint64] | None,
+        bad: NDArray[np.bool_],
+    ) -> None:
+        """Cells of another pool into ours, each given as address, layout and blocks: as many heads
+        of as many blocks, of cells of one size. With `digests` [blocks, cells of a block], only
+        cells that are what these say are written, whatever becomes of the other pool meanwhile;
+        `bad`, of the same shape, becomes true for the others. `tail_slots` as in `pour`.
+        """
+        (from_pool, from_layout, from_ids), (to_pool, to_layout, to_ids) = theirs, ours
+        assert len(from_ids) == len(to_ids) == len(bad)
+        room = np.empty(to_layout.num_slots * to_layout.slot_bytes, dtype=np.uint8)
+        self.library.move_cells(
+            ctypes.c_void_p(from_pool),
+            ctypes.byref(from_layout),
+            ctypes.c_void_p(from_ids.ctypes.data),
+            ctypes.c_void_p(to_pool),
+            ctypes.byref(to_layout),
+            ctypes.c_void_p(to_ids.ctypes.data),
+            ctypes.c_int64(len(to_ids)),
+            ctypes.c_int64(tail_slots),
+            ctypes.c_void_p(room.ctypes.data),
+            self.digest,
+            *_rows(digests),
+            ctypes.c_void_p(bad.ctypes.data),
+        )
+
     def digests(self, cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
         """xxh3-64 of each row of a contiguous [num_cells, cell_bytes]."""
         num_cells, cell_bytes = cells.shape
@@ -215,6 +246,8 @@ def load() -> HostCells | None:
     number = ctypes.c_int
     pour = [number, *cells[:4], count, count, address, number, address, address]
     catch = [number, *cells[:4], count, address, count, number, address, number, number]
+    pool = [address, address, address]
+    move = [*pool, *pool, count, count, address, address, address, count, address]
     return loaded(
         SOURCE,
         signatures={
@@ -223,6 +256,7 @@ def load() -> HostCells | None:
             "digest_cells": (None, [address, address, count, count, address]),
             "pour_cells": (count, pour),
             "catch_cells": (count, [*catch, address, address, address]),
+            "move_cells": (None, move),
         },
         make=_tried,
         otherwise="cells are gathered, scattered and digested by numpy, slower",

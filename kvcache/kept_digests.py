@@ -83,6 +83,15 @@ class KeptDigests:
             self._digests[layer][place] = digests_BHP
             known_NH[place] = good_BH
 
+    def known(self, layer: int, block_ids: Ids, heads: Sequence[int]) -> Digests | None:
+        """What was kept of these cells, if it is of all of them."""
+        place = self._cells(np.asarray(block_ids, dtype=np.int64), heads)
+        with self._lock:
+            if not self._known_NLH[:, self._place[layer]][place].all():
+                return None
+            found: Digests = self._digests[layer][place].copy()
+            return found
+
     def compare(
         self,
         layer: int,

@@ -6,7 +6,9 @@ That is how everybody indexes a pool; in which order its memory runs is the layo
 workers may have different ones, since what passes between them is cells.
 """
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +22,9 @@ from kvcache.device_cells import DeviceCells
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten, KeptDigests
 from kvcache.layout import MEMORY_ORDER, KvLayout
+from kvcache.mapped_pool import LayerPlace, MappedCells, PoolMap, ShownPool
 from kvcache.pool_cells import PoolCells
+from kvcache.shared_memory import SharedMemory
 from kvcache.spec import CacheSpec, LayerGroup, LayerKind, ShardAxis
 from kvcache.streams import CudaDevice
 
@@ -45,27 +49,67 @@ class KvStore:
         device: str | torch.device = "cpu",
         layout: KvLayout = KvLayout.HEAD_MAJOR,
         on_device: DeviceCells | None = None,
+        *,
+        share: bool = False,
     ) -> None:
-        """`on_device` moves cells where it is given, or else on a CUDA device by itself."""
+        """`on_device` moves cells where it is given, or else on a CUDA device by itself.
+
+        With `share`, other processes of this host may be shown the pool (`shown`), to read it, if
+        it lies in host memory and the system can do that.
+        """
         spec.validate()
         if not 0 <= kv_heads.start < kv_heads.stop <= spec.num_kv_heads:
             raise ValueError(f"{kv_heads} is not a run of the {spec.num_kv_heads} KV heads")
         self.spec = spec
         self.kv_heads = kv_heads
         self.num_blocks = num_blocks
+        shapes = {
+            layer: _pool_shape(spec, group, len(kv_heads), num_blocks)
+            for group in spec.groups
+            for layer in group.layers
+        }
+        on_host = torch.device(device).type == "cpu"
+        self._shared = _shared(spec, shapes) if share and on_host and on_device is None else None
         self._layers: dict[int, Tensor] = {}
-        for group in spec.groups:
-            shape = _pool_shape(spec, group, len(kv_heads), num_blocks)
-            for layer in group.layers:
-                self._layers[layer] = _pool(shape, layout, DTYPES[spec.dtype], device)
+        room = self._shared.array if self._shared is not None else None
+        for layer, shape in shapes.items():
+            memory = None
+            if room is not None:
+                memory, room = np.split(room, [_num_bytes(spec, shape)])
+            self._layers[layer] = _pool(shape, layout, DTYPES[spec.dtype], device, memory)
         num_planes = {layer: len(g.planes) for g in spec.groups for layer in g.layers}
         self.kept = KeptDigests(num_blocks, len(kv_heads), num_planes)
         if on_device is None and torch.device(device).type == "cuda":
             on_device = DeviceCells(CudaDevice(self._layers[0].device))  # with its number
         self._on_device = on_device
         self._cells = PoolCells(
-            spec, kv_heads, self._layers, num_blocks, kept=self.kept, on_device=on_device
+            spec,
+            kv_heads,
+            self._layers,
+            num_blocks,
+            kept=self.kept,
+            on_device=on_device,
+            shared=self._shared,
         )
+
+    @property
+    def shown(self) -> ShownPool | None:
+        """The pool, as others may be shown it."""
+        if self._shared is None:
+            return None
+        base, places = self._shared.array.ctypes.data, []
+        for layer in range(self.num_layers):
+            pool_NPHSD = self._layers[layer]
+            *strides, _ = (stride * pool_NPHSD.itemsize for stride in pool_NPHSD.stride())
+            places.append(LayerPlace(pool_NPHSD.data_ptr() - base, *strides))
+        num_bytes, block_size = self._shared.array.nbytes, self.spec.block_size
+        pool = PoolMap(num_bytes, self.num_blocks, block_size, self.kv_heads, tuple(places))
+        return ShownPool(self._shared, pool)
+
+    @property
+    def takes_cells(self) -> bool:
+        """Whether `take_cells` can read them where another process has them."""
+        return self._cells.takes_cells
 
     @property
     def num_layers(self) -> int:
@@ -145,6 +189,27 @@ class KvStore:
         """As `PoolCells`, by whole blocks."""
         return self._cells.catcher(layer, block_ids, heads, piece_blocks, digests)
 
+    def digest_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None = None,
+    ) -> NDArray[np.uint64]:
+        """As `PoolCells`, by whole blocks."""
+        return self._cells.digest_cells(layer, block_ids, heads, tail_tokens)
+
+    def take_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: MappedCells,
+        digests: NDArray[np.uint64] | None = None,
+    ) -> NDArray[np.intp]:
+        """As `PoolCells`, by whole blocks."""
+        return self._cells.take_cells(layer, block_ids, heads, cells, digests)
+
     def scatter_cells(
         self,
         layer: int,
@@ -191,13 +256,31 @@ class KvStore:
         return ids_B.to(next(iter(self._layers.values())).device)
 
 
+def _shared(spec: CacheSpec, shapes: Mapping[int, Sequence[int]]) -> SharedMemory | None:
+    """For the pools of all layers, one after another; None where the system has none."""
+    num_bytes = sum(_num_bytes(spec, shape) for shape in shapes.values())
+    with contextlib.suppress(OSError, AttributeError):
+        return SharedMemory.create(num_bytes)
+    return None
+
+
+def _num_bytes(spec: CacheSpec, shape: Sequence[int]) -> int:
+    return math.prod(shape) * DTYPES[spec.dtype].itemsize
+
+
 def _pool(
-    shape_NPHSD: Sequence[int], layout: KvLayout, dtype: torch.dtype, device: str | torch.device
+    shape_NPHSD: Sequence[int],
+    layout: KvLayout,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    room: NDArray[np.uint8] | None,
 ) -> Tensor:
-    """Fresh memory in the layout's order, seen as NPHSD."""
+    """Memory in the layout's order, seen as NPHSD: `room`, or fresh."""
     dims, order = "NPHSD", MEMORY_ORDER[layout]
     memory = [shape_NPHSD[dims.index(dim)] for dim in order]
-    if torch.device(device).type == "cpu":
+    if room is not None:
+        pool = torch.from_numpy(room).view(dtype).view(memory)
+    elif torch.device(device).type == "cpu":
         pool = host_memory.empty(memory, dtype)
     else:
         pool = torch.empty(memory, dtype=dtype, device=device)

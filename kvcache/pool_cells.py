@@ -25,6 +25,8 @@ from kvcache.cells import bad_cells, cell_digests
 from kvcache.device_cells import DeviceCells
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten, KeptDigests
+from kvcache.mapped_pool import MappedCells
+from kvcache.shared_memory import SharedMemory
 from kvcache.spec import CacheSpec
 
 PATIENCE_MS = 5  # for a socket to take more, before what is left is gathered all at once
@@ -43,11 +45,12 @@ class PoolCells:
         parts: int = 1,
         kept: KeptDigests | None = None,
         on_device: DeviceCells | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         """With `parts`, part p of block b counts as block b * parts + p, of S / parts slots.
 
         `kept` are the digests of whole blocks: those of parts are not kept. `on_device` does the
-        work where the layers are a device's.
+        work where the layers are a device's. `shared` is the memory they lie in, if others read it.
         """
         self.spec = replace(spec, block_size=spec.block_size // parts)
         self._whole = spec
@@ -57,6 +60,7 @@ class PoolCells:
         self._parts = parts
         self._kept = kept
         self._on_device = on_device
+        self._shared = shared
         self._host = host_cells.load() if on_device is None else None
 
     def cut(self, block_size: int) -> "PoolCells":
@@ -66,8 +70,15 @@ class PoolCells:
             raise ValueError(f"blocks of {self.spec.block_size} tokens have none of {block_size}")
         whole, num_blocks = self._whole, self._num_blocks // self._parts
         parts *= self._parts
-        kept, on_device = self._kept, self._on_device
-        return PoolCells(whole, self._kv_heads, self._layers, num_blocks, parts, kept, on_device)
+        kept, on_device, shared = self._kept, self._on_device, self._shared
+        return PoolCells(
+            whole, self._kv_heads, self._layers, num_blocks, parts, kept, on_device, shared
+        )
+
+    @property
+    def takes_cells(self) -> bool:
+        """Whether `take_cells` can read them where another process has them."""
+        return self._host is not None
 
     def gather_cells(
         self,
@@ -194,6 +205,84 @@ class PoolCells:
         item_bytes = self._layers[layer].element_size()
         return num_cells, num_cells * self.spec.block_size * head_dim * item_bytes
 
+    def digest_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None = None,
+    ) -> NDArray[np.uint64]:
+        """The digests that `gather_cells` would make, [num_cells], for who reads the cells itself
+        and holds them against these. What is kept of whole blocks is not made anew.
+        """
+        pool_NPHSD, ids_B = self._layers[layer], self._checked(block_ids)
+        num_whole, num_cells = (
+            len(ids_B) - (tail_tokens is not None),
+            len(heads) * pool_NPHSD.shape[1],
+        )
+        digests = np.empty(len(ids_B) * num_cells, dtype=np.uint64)
+        if self._shared is not None:
+            self._settle(self._shared, pool_NPHSD, ids_B // self._parts)
+        if num_whole < len(ids_B):
+            last = digests[num_whole * num_cells :]
+            self.gather_cells(layer, block_ids[-1:], heads, tail_tokens, digests=last)
+        whole, ids_B = digests[: num_whole * num_cells], ids_B[:num_whole]
+        known = None
+        if self._kept is not None and self._parts == 1:
+            known = self._kept.known(layer, ids_B, self._locals(heads))
+        if known is not None:
+            whole[:] = known.reshape(-1)
+        elif self._host is None:
+            self.gather_cells(layer, block_ids[:num_whole], heads, digests=whole)
+        else:
+            compare = self._comparison(layer, ids_B, heads, None, whole)
+            cell_bytes = self.spec.block_size * pool_NPHSD.shape[4] * pool_NPHSD.itemsize
+            room_HPC = np.empty((1, len(heads), pool_NPHSD.shape[1], cell_bytes), dtype=np.uint8)
+            whole_BN, address = whole.reshape(num_whole, num_cells), pool_NPHSD.data_ptr()
+            runs = self._local_runs(heads)
+            for layout, room, first in self._host_runs(pool_NPHSD, runs, room_HPC):
+                # One block after another into the same room: nobody wants the cells.
+                self._host.gather(address, layout, ids_B, room, 0, whole_BN[:, first:])
+            compare()
+        return digests
+
+    def _settle(self, shared: SharedMemory, pool_NPHSD: Tensor, ids_B: NDArray[np.int64]) -> None:
+        """Whoever is about to read these blocks shall find them in huge pages."""
+        block, plane, *_ = (stride * pool_NPHSD.itemsize for stride in pool_NPHSD.stride())
+        begin = pool_NPHSD.data_ptr() - shared.array.ctypes.data
+        planes_P = begin + plane * np.arange(pool_NPHSD.shape[1])
+        shared.settle((planes_P[:, None] + block * ids_B).reshape(-1))
+
+    def take_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: MappedCells,
+        digests: NDArray[np.uint64] | None = None,
+    ) -> NDArray[np.intp]:
+        """As `scatter_cells`, with the cells of another process's pool, whatever becomes of that
+        meanwhile: what is written is what has been digested. Of cells that do not lie there, or
+        not in this shape, none is written.
+        """
+        pool_NPHSD, ids_B = self._layers[layer], self._checked(block_ids)
+        runs, host = self._local_runs(heads), self._host
+        shape = (len(ids_B), len(heads), pool_NPHSD.shape[1])
+        at = [
+            (pool_NPHSD.data_ptr(), layout)
+            for layout, _, _ in self._host_runs(pool_NPHSD, runs, _NO_CELLS)
+        ]
+        if host is None or not cells.fit(layer, self._kv_heads.start, at, ids_B):
+            return np.arange(math.prod(shape))
+
+        def write() -> NDArray[np.intp]:
+            proofs_BN = _by_block(digests, shape)
+            bad_BN = np.zeros((shape[0], shape[1] * shape[2]), dtype=np.bool_)
+            cells.move(host, layer, self._kv_heads.start, at, ids_B, proofs_BN, bad_BN)
+            return np.flatnonzero(bad_BN)
+
+        return self._noted(layer, ids_B, heads, digests, write)
+
     def _comparison(
         self,
         layer: int,
@@ -236,12 +325,29 @@ class PoolCells:
         """
         ids_B = self._checked(block_ids)
         runs = self._local_runs(heads)
+        return self._noted(
+            layer,
+            ids_B,
+            heads,
+            digests,
+            lambda: self._scatter(layer, ids_B, heads, runs, cells, digests),
+        )
+
+    def _noted(
+        self,
+        layer: int,
+        ids_B: NDArray[np.int64],
+        heads: Sequence[int],
+        digests: NDArray[np.uint64] | None,
+        write: Callable[[], NDArray[np.intp]],
+    ) -> NDArray[np.intp]:
+        """Have `write` write these cells; it answers which are bad, and what is good is kept."""
         if self._kept is None:
-            return self._scatter(layer, ids_B, heads, runs, cells, digests)
+            return write()
         touched = np.unique(ids_B // self._parts) if self._parts > 1 else ids_B
         local = self._locals(heads)
         self._kept.forget_cells(layer, touched, local)
-        bad = self._scatter(layer, ids_B, heads, runs, cells, digests)
+        bad = write()
         if digests is None or self._parts > 1:
             self._kept.forget_cells(layer, touched, local)
         else:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/transfer.proto\x12\nkvferry.v1\x1a\x13protos/worker.proto\"`\n\x0bShipmentKey\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprefill_epoch\x18\x03 \x01(\x04\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x04 \x01(\x04\"\x86\x05\n\x05\x46rame\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\"\n\x05hello\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.HelloH\x00\x12&\n\x07welcome\x18\x03 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12 \n\x04open\x18\x04 \x01(\x0b\x32\x10.kvferry.v1.OpenH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.kvferry.v1.CreditH\x00\x12\"\n\x05\x63hunk\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.ChunkH\x00\x12)\n\tchunk_ack\x18\x07 \x01(\x0b\x32\x14.kvferry.v1.ChunkAckH\x00\x12+\n\nchunk_nack\x18\x08 \x01(\x0b\x32\x15.kvferry.v1.ChunkNackH\x00\x12\'\n\x08seal_all\x18\t \x01(\x0b\x32\x13.kvferry.v1.SealAllH\x00\x12$\n\x06\x63ommit\x18\n \x01(\x0b\x32\x12.kvferry.v1.CommitH\x00\x12\"\n\x05\x61\x62ort\x18\x0b \x01(\x0b\x32\x11.kvferry.v1.AbortH\x00\x12)\n\tdrain_ack\x18\x0c \x01(\x0b\x32\x14.kvferry.v1.DrainAckH\x00\x12\"\n\x05renew\x18\r \x01(\x0b\x32\x11.kvferry.v1.RenewH\x00\x12 \n\x04meet\x18\x0e \x01(\x0b\x32\x10.kvferry.v1.MeetH\x00\x12-\n\x0b\x63\x65lls_again\x18\x0f \x01(\x0b\x32\x16.kvferry.v1.CellsAgainH\x00\x12,\n\nquarantine\x18\x10 \x01(\x0b\x32\x16.kvferry.v1.QuarantineH\x00\x42\x06\n\x04\x62ody\"\xcc\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x18\n\x10prefill_instance\x18\x03 \x01(\t\x12\x15\n\rprefill_epoch\x18\x04 \x01(\x04\x12\x14\n\x0cprefill_rank\x18\x05 \x01(\r\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x06 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x07 \x01(\x0c\x12\x0c\n\x04wire\x18\x08 \x01(\t\x12\x12\n\nrendezvous\x18\t \x01(\t\"4\n\x07Welcome\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x02 \x01(\r\"6\n\x04Meet\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\"Q\n\x04Open\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\r\n\x05heads\x18\x03 \x03(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"3\n\x06\x43redit\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x14\n\x0cwindow_bytes\x18\x02 \x01(\x04\"\xb9\x01\n\x05\x43hunk\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x06 \x01(\x0c\x12\x0f\n\x07payload\x18\x07 \x01(\x0c\x12\r\n\x05heads\x18\x08 \x03(\r\x12\r\n\x05\x63heck\x18\t \x01(\x06\x12\x14\n\x0cpiece_blocks\x18\n \x01(\r\"P\n\x07\x43\x65llRun\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x03(\r\"-\n\nQuarantine\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07left_ms\x18\x02 \x01(\r\"/\n\nCellsAgain\x12!\n\x04runs\x18\x01 \x03(\x0b\x32\x13.kvferry.v1.CellRun\"\xd6\x01\n\x0c\x46\x65tchRequest\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\r\n\x05names\x18\x02 \x03(\x0c\x12!\n\x04runs\x18\x03 \x03(\x0b\x32\x13.kvferry.v1.CellRun\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x04 \x01(\r\x12&\n\x05lacks\x18\x05 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x0e\n\x06places\x18\x06 \x03(\r\x12\r\n\x05parts\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\"c\n\x0c\x46\x65tchedCells\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.CellRun\x12\x0f\n\x07missing\x18\x02 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"\x17\n\x08\x43hunkAck\x12\x0b\n\x03seq\x18\x01 \x01(\r\"(\n\tChunkNack\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"O\n\x07SealAll\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x30\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\"\x08\n\x06\x43ommit\"%\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\"\n\n\x08\x44rainAck\"\x07\n\x05Renew2<\n\x08Transfer\x12\x30\n\x04Link\x12\x11.kvferry.v1.Frame\x1a\x11.kvferry.v1.Frame(\x01\x30\x01\x32\x46\n\x05\x43\x65lls\x12=\n\x05\x46\x65tch\x12\x18.kvferry.v1.FetchRequest\x1a\x18.kvferry.v1.FetchedCells0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/transfer.proto\x12\nkvferry.v1\x1a\x13protos/worker.proto\"`\n\x0bShipmentKey\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprefill_epoch\x18\x03 \x01(\x04\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x04 \x01(\x04\"\x86\x05\n\x05\x46rame\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\"\n\x05hello\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.HelloH\x00\x12&\n\x07welcome\x18\x03 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12 \n\x04open\x18\x04 \x01(\x0b\x32\x10.kvferry.v1.OpenH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.kvferry.v1.CreditH\x00\x12\"\n\x05\x63hunk\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.ChunkH\x00\x12)\n\tchunk_ack\x18\x07 \x01(\x0b\x32\x14.kvferry.v1.ChunkAckH\x00\x12+\n\nchunk_nack\x18\x08 \x01(\x0b\x32\x15.kvferry.v1.ChunkNackH\x00\x12\'\n\x08seal_all\x18\t \x01(\x0b\x32\x13.kvferry.v1.SealAllH\x00\x12$\n\x06\x63ommit\x18\n \x01(\x0b\x32\x12.kvferry.v1.CommitH\x00\x12\"\n\x05\x61\x62ort\x18\x0b \x01(\x0b\x32\x11.kvferry.v1.AbortH\x00\x12)\n\tdrain_ack\x18\x0c \x01(\x0b\x32\x14.kvferry.v1.DrainAckH\x00\x12\"\n\x05renew\x18\r \x01(\x0b\x32\x11.kvferry.v1.RenewH\x00\x12 \n\x04meet\x18\x0e \x01(\x0b\x32\x10.kvferry.v1.MeetH\x00\x12-\n\x0b\x63\x65lls_again\x18\x0f \x01(\x0b\x32\x16.kvferry.v1.CellsAgainH\x00\x12,\n\nquarantine\x18\x10 \x01(\x0b\x32\x16.kvferry.v1.QuarantineH\x00\x42\x06\n\x04\x62ody\"\xef\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x18\n\x10prefill_instance\x18\x03 \x01(\t\x12\x15\n\rprefill_epoch\x18\x04 \x01(\x04\x12\x14\n\x0cprefill_rank\x18\x05 \x01(\r\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x06 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x07 \x01(\x0c\x12\x0c\n\x04wire\x18\x08 \x01(\t\x12\x12\n\nrendezvous\x18\t \x01(\t\x12!\n\x04pool\x18\n \x01(\x0b\x32\x13.kvferry.v1.PoolMap\"\x93\x01\n\x07PoolMap\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nfirst_head\x18\x04 \x01(\r\x12\x11\n\tnum_heads\x18\x05 \x01(\r\x12&\n\x06layers\x18\x06 \x03(\x0b\x32\x16.kvferry.v1.LayerPlace\"r\n\nLayerPlace\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_stride\x18\x02 \x01(\x04\x12\x14\n\x0cplane_stride\x18\x03 \x01(\x04\x12\x13\n\x0bhead_stride\x18\x04 \x01(\x04\x12\x13\n\x0bslot_stride\x18\x05 \x01(\x04\"4\n\x07Welcome\x12\x14\n\x0c\x64\x65\x63ode_epoch\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x02 \x01(\r\"6\n\x04Meet\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\"Q\n\x04Open\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\r\n\x05heads\x18\x03 \x03(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"3\n\x06\x43redit\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x14\n\x0cwindow_bytes\x18\x02 \x01(\x04\"\xe3\x01\n\x05\x43hunk\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x06 \x01(\x0c\x12\x0f\n\x07payload\x18\x07 \x01(\x0c\x12\r\n\x05heads\x18\x08 \x03(\r\x12\r\n\x05\x63heck\x18\t \x01(\x06\x12\x14\n\x0cpiece_blocks\x18\n \x01(\r\x12\x13\n\x0bpool_blocks\x18\x0b \x01(\x0c\x12\x13\n\x0btail_tokens\x18\x0c \x01(\r\"P\n\x07\x43\x65llRun\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x03(\r\"-\n\nQuarantine\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07left_ms\x18\x02 \x01(\r\"/\n\nCellsAgain\x12!\n\x04runs\x18\x01 \x03(\x0b\x32\x13.kvferry.v1.CellRun\"\xd6\x01\n\x0c\x46\x65tchRequest\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\r\n\x05names\x18\x02 \x03(\x0c\x12!\n\x04runs\x18\x03 \x03(\x0b\x32\x13.kvferry.v1.CellRun\x12\x13\n\x0b\x64\x65\x63ode_rank\x18\x04 \x01(\r\x12&\n\x05lacks\x18\x05 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x0e\n\x06places\x18\x06 \x03(\r\x12\r\n\x05parts\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\"c\n\x0c\x46\x65tchedCells\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.CellRun\x12\x0f\n\x07missing\x18\x02 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\"\x17\n\x08\x43hunkAck\x12\x0b\n\x03seq\x18\x01 \x01(\r\"(\n\tChunkNack\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"O\n\x07SealAll\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x30\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\"\x08\n\x06\x43ommit\"%\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\"\n\n\x08\x44rainAck\"\x07\n\x05Renew2<\n\x08Transfer\x12\x30\n\x04Link\x12\x11.kvferry.v1.Frame\x1a\x11.kvferry.v1.Frame(\x01\x30\x01\x32\x46\n\x05\x43\x65lls\x12=\n\x05\x46\x65tch\x12\x18.kvferry.v1.FetchRequest\x1a\x18.kvferry.v1.FetchedCells0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,43 +37,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FRAME']._serialized_start=157
   _globals['_FRAME']._serialized_end=803
   _globals['_HELLO']._serialized_start=806
-  _globals['_HELLO']._serialized_end=1010
-  _globals['_WELCOME']._serialized_start=1012
-  _globals['_WELCOME']._serialized_end=1064
-  _globals['_MEET']._serialized_start=1066
-  _globals['_MEET']._serialized_end=1120
-  _globals['_OPEN']._serialized_start=1122
-  _globals['_OPEN']._serialized_end=1203
-  _globals['_CREDIT']._serialized_start=1205
-  _globals['_CREDIT']._serialized_end=1256
-  _globals['_CHUNK']._serialized_start=1259
-  _globals['_CHUNK']._serialized_end=1444
-  _globals['_CELLRUN']._serialized_start=1446
-  _globals['_CELLRUN']._serialized_end=1526
-  _globals['_QUARANTINE']._serialized_start=1528
-  _globals['_QUARANTINE']._serialized_end=1573
-  _globals['_CELLSAGAIN']._serialized_start=1575
-  _globals['_CELLSAGAIN']._serialized_end=1622
-  _globals['_FETCHREQUEST']._serialized_start=1625
-  _globals['_FETCHREQUEST']._serialized_end=1839
-  _globals['_FETCHEDCELLS']._serialized_start=1841
-  _globals['_FETCHEDCELLS']._serialized_end=1940
-  _globals['_CHUNKACK']._serialized_start=1942
-  _globals['_CHUNKACK']._serialized_end=1965
-  _globals['_CHUNKNACK']._serialized_start=1967
-  _globals['_CHUNKNACK']._serialized_end=2007
-  _globals['_SEALALL']._serialized_start=2009
-  _globals['_SEALALL']._serialized_end=2088
-  _globals['_COMMIT']._serialized_start=2090
-  _globals['_COMMIT']._serialized_end=2098
-  _globals['_ABORT']._serialized_start=2100
-  _globals['_ABORT']._serialized_end=2137
-  _globals['_DRAINACK']._serialized_start=2139
-  _globals['_DRAINACK']._serialized_end=2149
-  _globals['_RENEW']._serialized_start=2151
-  _globals['_RENEW']._serialized_end=2158
-  _globals['_TRANSFER']._serialized_start=2160
-  _globals['_TRANSFER']._serialized_end=2220
-  _globals['_CELLS']._serialized_start=2222
-  _globals['_CELLS']._serialized_end=2292
+  _globals['_HELLO']._serialized_end=1045
+  _globals['_POOLMAP']._serialized_start=1048
+  _globals['_POOLMAP']._serialized_end=1195
+  _globals['_LAYERPLACE']._serialized_start=1197
+  _globals['_LAYERPLACE']._serialized_end=1311
+  _globals['_WELCOME']._serialized_start=1313
+  _globals['_WELCOME']._serialized_end=1365
+  _globals['_MEET']._serialized_start=1367
+  _globals['_MEET']._serialized_end=1421
+  _globals['_OPEN']._serialized_start=1423
+  _globals['_OPEN']._serialized_end=1504
+  _globals['_CREDIT']._serialized_start=1506
+  _globals['_CREDIT']._serialized_end=1557
+  _globals['_CHUNK']._serialized_start=1560
+  _globals['_CHUNK']._serialized_end=1787
+  _globals['_CELLRUN']._serialized_start=1789
+  _globals['_CELLRUN']._serialized_end=1869
+  _globals['_QUARANTINE']._serialized_start=1871
+  _globals['_QUARANTINE']._serialized_end=1916
+  _globals['_CELLSAGAIN']._serialized_start=1918
+  _globals['_CELLSAGAIN']._serialized_end=1965
+  _globals['_FETCHREQUEST']._serialized_start=1968
+  _globals['_FETCHREQUEST']._serialized_end=2182
+  _globals['_FETCHEDCELLS']._serialized_start=2184
+  _globals['_FETCHEDCELLS']._serialized_end=2283
+  _globals['_CHUNKACK']._serialized_start=2285
+  _globals['_CHUNKACK']._serialized_end=2308
+  _globals['_CHUNKNACK']._serialized_start=2310
+  _globals['_CHUNKNACK']._serialized_end=2350
+  _globals['_SEALALL']._serialized_start=2352
+  _globals['_SEALALL']._serialized_end=2431
+  _globals['_COMMIT']._serialized_start=2433
+  _globals['_COMMIT']._serialized_end=2441
+  _globals['_ABORT']._serialized_start=2443
+  _globals['_ABORT']._serialized_end=2480
+  _globals['_DRAINACK']._serialized_start=2482
+  _globals['_DRAINACK']._serialized_end=2492
+  _globals['_RENEW']._serialized_start=2494
+  _globals['_RENEW']._serialized_end=2501
+  _globals['_TRANSFER']._serialized_start=2503
+  _globals['_TRANSFER']._serialized_end=2563
+  _globals['_CELLS']._serialized_start=2565
+  _globals['_CELLS']._serialized_end=2635
 # @@protoc_insertion_point(module_scope)

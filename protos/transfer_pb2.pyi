@@ -56,7 +56,7 @@ class Frame(_message.Message):
     def __init__(self, key: _Optional[_Union[ShipmentKey, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., chunk_ack: _Optional[_Union[ChunkAck, _Mapping]] = ..., chunk_nack: _Optional[_Union[ChunkNack, _Mapping]] = ..., seal_all: _Optional[_Union[SealAll, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain_ack: _Optional[_Union[DrainAck, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., cells_again: _Optional[_Union[CellsAgain, _Mapping]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "prefill_worker", "prefill_instance", "prefill_epoch", "prefill_rank", "decode_instance", "manifest_digest", "wire", "rendezvous")
+    __slots__ = ("protocol", "prefill_worker", "prefill_instance", "prefill_epoch", "prefill_rank", "decode_instance", "manifest_digest", "wire", "rendezvous", "pool")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Hello(_message.Message):
     MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     prefill_worker: str
     prefill_instance: str
@@ -75,7 +76,38 @@ class Hello(_message.Message):
     manifest_digest: bytes
     wire: str
     rendezvous: str
-    def __init__(self, protocol: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., prefill_instance: _Optional[str] = ..., prefill_epoch: _Optional[int] = ..., prefill_rank: _Optional[int] = ..., decode_instance: _Optional[str] = ..., manifest_digest: _Optional[bytes] = ..., wire: _Optional[str] = ..., rendezvous: _Optional[str] = ...) -> None: ...
+    pool: PoolMap
+    def __init__(self, protocol: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., prefill_instance: _Optional[str] = ..., prefill_epoch: _Optional[int] = ..., prefill_rank: _Optional[int] = ..., decode_instance: _Optional[str] = ..., manifest_digest: _Optional[bytes] = ..., wire: _Optional[str] = ..., rendezvous: _Optional[str] = ..., pool: _Optional[_Union[PoolMap, _Mapping]] = ...) -> None: ...
+
+class PoolMap(_message.Message):
+    __slots__ = ("num_bytes", "num_blocks", "block_size", "first_head", "num_heads", "layers")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    num_blocks: int
+    block_size: int
+    first_head: int
+    num_heads: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerPlace]
+    def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlace, _Mapping]]] = ...) -> None: ...
+
+class LayerPlace(_message.Message):
+    __slots__ = ("offset", "block_stride", "plane_stride", "head_stride", "slot_stride")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    PLANE_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    block_stride: int
+    plane_stride: int
+    head_stride: int
+    slot_stride: int
+    def __init__(self, offset: _Optional[int] = ..., block_stride: _Optional[int] = ..., plane_stride: _Optional[int] = ..., head_stride: _Optional[int] = ..., slot_stride: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("decode_epoch", "decode_rank")
@@ -116,7 +148,7 @@ class Credit(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., window_bytes: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("seq", "layer", "first_block", "num_blocks", "payload_bytes", "digests", "payload", "heads", "check", "piece_blocks")
+    __slots__ = ("seq", "layer", "first_block", "num_blocks", "payload_bytes", "digests", "payload", "heads", "check", "piece_blocks", "pool_blocks", "tail_tokens")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +159,8 @@ class Chunk(_message.Message):
     HEADS_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
     PIECE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     layer: int
     first_block: int
@@ -137,7 +171,9 @@ class Chunk(_message.Message):
     heads: _containers.RepeatedScalarFieldContainer[int]
     check: int
     piece_blocks: int
-    def __init__(self, seq: _Optional[int] = ..., layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., heads: _Optional[_Iterable[int]] = ..., check: _Optional[int] = ..., piece_blocks: _Optional[int] = ...) -> None: ...
+    pool_blocks: bytes
+    tail_tokens: int
+    def __init__(self, seq: _Optional[int] = ..., layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., heads: _Optional[_Iterable[int]] = ..., check: _Optional[int] = ..., piece_blocks: _Optional[int] = ..., pool_blocks: _Optional[bytes] = ..., tail_tokens: _Optional[int] = ...) -> None: ...
 
 class CellRun(_message.Message):
     __slots__ = ("layer", "first_block", "num_blocks", "heads")

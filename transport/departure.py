@@ -51,6 +51,14 @@ class Pool(CellSource, Protocol):
 
     def cut(self, block_size: int) -> "Pool": ...
 
+    def digest_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None = None,
+    ) -> NDArray[np.uint64]: ...
+
     def pour_cells(
         self,
         layer: int,
@@ -80,6 +88,8 @@ class Departure:
     stirred: dict[int, asyncio.Event] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     readers: Readers = field(default_factory=Readers)  # of its blocks
+    # Decode ranks that read blocks where they lie; each is set once it does no more.
+    lookers: dict[int, asyncio.Event] = field(default_factory=dict)
     ending: bool = False
     drains: list[Port] = field(default_factory=list)  # that wait to hear of the drain
     drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -144,6 +154,17 @@ def pour(
     return _read(departure, rank, part, work)
 
 
+def point(
+    source: Pool,
+    departure: Departure,
+    rank: int,
+    heads: Sequence[int],
+    part: Part,
+) -> Frame | None:
+    """As `gather`, but no payload is built: the frame says where decode finds the cells."""
+    return _read(departure, rank, part, partial(_point, source, departure, heads, part))
+
+
 def _read(
     departure: Departure, rank: int, part: Part, work: Callable[[], tuple[Chunk, T]]
 ) -> T | None:
@@ -191,6 +212,19 @@ def _pour(
         source.gather_cells(*cells, room, digests)
     chunk.digests = _raw(digests)
     return chunk, chunk_check(key, chunk)
+
+
+def _point(
+    source: Pool, departure: Departure, heads: Sequence[int], part: Part
+) -> tuple[Chunk, Frame]:
+    source, run, key = _cut(source, departure), part.run, departure.order.key
+    digests = source.digest_cells(run.layer, run.block_ids, heads, run.tail_tokens)
+    num_bytes = len(run.block_ids) * departure.shape.layers[run.layer].block_bytes(len(heads))
+    chunk = _chunk(part, num_bytes, digests=_raw(digests))
+    chunk.pool_blocks = np.array(run.block_ids, dtype="<i8").tobytes()
+    chunk.tail_tokens = run.tail_tokens or 0
+    chunk.check = chunk_check(key, chunk)
+    return chunk, Frame(key=key.to_proto(), chunk=chunk)
 
 
 def _cut(source: Pool, departure: Departure) -> Pool:

@@ -7,6 +7,7 @@ either case until no thread reads its blocks any more.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from kvcache.head_map import HeadInterval
 from kvcache.ledger import Ledger
@@ -23,6 +24,8 @@ from transport.outgoing import Outgoing, OutgoingPair
 from transport.plan import pair_plans
 from transport.port import Port
 from transport.shipment import Shape
+
+SEE_OFF_S = 0.2  # an abort frees both ends within half a second
 
 
 class Departures:
@@ -134,6 +137,8 @@ class Departures:
             task.cancel()
         await asyncio.gather(*departure.tasks, return_exceptions=True)
         await departure.readers.close()
+        if departure.outgoing.failure is not None:
+            await self._see_off(departure)
         departure.outgoing.drained()
         departure.book.drained()
         order = departure.order
@@ -149,6 +154,30 @@ class Departures:
             if port.retired and not self.uses(port):
                 self._spawn(port.hang_up("its wire is in quarantine"))
 
+    async def _see_off(self, departure: Departure) -> None:
+        """Wait a moment for the decode ranks that read blocks where they lie to say that they do no
+        more. Who does not say so may still read when the blocks are another request's: what is
+        read then is not what its digest says, and nothing of a failed transfer is committed.
+        """
+        away = [
+            asyncio.ensure_future(looker.wait())
+            for rank, looker in departure.lookers.items()
+            if departure.ports[rank].open
+        ]
+        if away:
+            patience = asyncio.ensure_future(self._clock.sleep(SEE_OFF_S))
+            gone = asyncio.ensure_future(asyncio.gather(*away))
+            either: set[asyncio.Future[Any]] = {gone, patience}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            for waiting in either:
+                waiting.cancel()
+            await asyncio.gather(*either, *away, return_exceptions=True)
+
+    def left(self, departure: Departure, rank: int) -> None:
+        """A decode rank reads the blocks no more."""
+        if rank in departure.lookers:
+            departure.lookers[rank].set()
+
     def uses(self, port: Port) -> bool:
         """Whether any shipment goes over the port."""
         return any(port in departure.ports.values() for departure in self.live.values())
@@ -162,7 +191,10 @@ class Departures:
         unknown = []
         for departure in list(self.live.values()):
             pair = departure.outgoing.pairs.get(rank)
-            if departure.ports.get(rank) is not port or pair is None or pair.committed:
+            if departure.ports.get(rank) is not port or pair is None:
+                continue
+            self.left(departure, rank)
+            if pair.committed:
                 continue
             if pair.seal_sent and not departure.outgoing.over:
                 unknown.append(departure)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from protos.transfer_pb2 import Frame, Hello, Welcome
 from transport.clock import Clock
 from transport.faults import Faults, Kind
-from transport.link import Connector, Link, LinkClosed
+from transport.link import Connector, Link, LinkClosed, PoolShower
 
 Item = tuple[Frame, memoryview | None]
 Fault = Callable[[Frame, memoryview | None], Awaitable[list[Item]]]
@@ -72,6 +72,10 @@ class FaultLink:
     @property
     def welcome(self) -> Welcome:
         return self._inner.welcome
+
+    @property
+    def shows_pool(self) -> bool:
+        return isinstance(self._inner, PoolShower) and self._inner.shows_pool
 
     async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
         for each in await self._apply(self._outgoing, frame, payload):

@@ -163,11 +163,16 @@ class Faults:
         changed: tuple[Frame, memoryview | None] = (frame, payload)
         num_cells = 0
         if kind in DAMAGES:
-            assert payload is not None
-            changed, num_cells = self._damage(kind, frame, payload)
+            if payload is not None:
+                changed, num_cells = self._damage(kind, frame, payload)
+            else:
+                frame, num_cells = self._misdirect(kind, frame)
+                changed = (frame, None)
             kind = kind if num_cells else None  # a swap of two equal cells is none
         if self._keeps and payload is not None:
             self._keep(_key_of(frame), bytes(payload))
+        elif self._keeps and frame.chunk.pool_blocks and not num_cells:
+            self._keep(_key_of(frame), frame.chunk.pool_blocks)
         if kind is not None:
             what = _described(frame)
             self.log.append(
@@ -180,7 +185,8 @@ class Faults:
         for index, rule in enumerate(self.spec.rules):
             if rule.frame and rule.frame != body:
                 continue
-            if rule.kind in DAMAGES and not (payload is not None and payload.nbytes):
+            has_cells = (payload is not None and payload.nbytes) or frame.chunk.pool_blocks
+            if rule.kind in DAMAGES and not has_cells:
                 continue
             if rule.kind is Kind.REFUSE and not down:
                 continue  # only prefill's own sends pass through a fault wire
@@ -220,6 +226,36 @@ class Faults:
                     return (frame, payload), 0
                 rows[row] = np.frombuffer(cell, dtype=np.uint8)
         return (frame, raw.data), num_cells
+
+    def _misdirect(self, kind: Kind, frame: Frame) -> tuple[Frame, int]:
+        """As `_damage`, of a chunk whose cells are read where they lie: other ones are read."""
+        raw = frame.chunk.pool_blocks
+        places = [raw[i : i + 8] for i in range(0, len(raw), 8)]
+        num_rows, random = len(frame.chunk.digests) // 8, self.random
+        per_block = max(1, num_rows // max(1, len(places)))
+        block, num_cells = random.randrange(len(places)), per_block
+        match kind:
+            case Kind.FLIP:
+                bit = random.randrange(8 * len(frame.chunk.digests))
+                return _with_flipped_digest(frame, bit), 1
+            case Kind.TRUNCATE:
+                num_cells = num_rows
+                del places[block:]
+            case Kind.SWAP:
+                other = random.randrange(len(places))
+                if other == block:
+                    return frame, 0
+                places[block], places[other] = places[other], places[block]
+                num_cells *= 2
+            case _:
+                place = self._other_cell(kind, _key_of(frame), 8)
+                if place is None or place in places:
+                    return frame, 0
+                places[block] = place
+        damaged = Frame()
+        damaged.CopyFrom(frame)
+        damaged.chunk.pool_blocks = b"".join(places)
+        return damaged, num_cells
 
     def _keep(self, key: bytes, payload: bytes) -> None:
         self._earlier.setdefault(key, deque(maxlen=NUM_EARLIER)).append(payload)

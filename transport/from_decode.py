@@ -33,6 +33,8 @@ class DecodeFrames:
             reason = f"{departure.name_of(rank)} gave up: {frame.abort.reason}"
             self._departures.fail(departure, Code.parse(frame.abort.code), reason)
             return
+        if body == "drain_ack":
+            self._departures.left(departure, rank)
         if outgoing.over:
             self.counts.late_frames += 1
             return

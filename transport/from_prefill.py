@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvcache.ledger_row import Reason
+from kvcache.mapped_pool import MappedCells
 from protos.transfer_pb2 import (
     CellRun,
     Chunk,
@@ -42,6 +43,8 @@ REFUSALS = {
     Verdict.BAD: Reason.BAD,
     Verdict.STRAY: Reason.STRAY,
 }
+
+POOL_WINDOWS = 16  # chunks that wait where the pool is read hold up who digests the next ones
 
 
 class PrefillFrames:
@@ -150,9 +153,10 @@ class PrefillFrames:
         self._arrivals.watch.opened(port, order.key)
         landing.incoming.pairs[hello.prefill_rank].heard_at = self._clock.now()
         if wanted:
-            credit = Credit(
-                first_block=landing.incoming.first_block, window_bytes=self._config.window_bytes
-            )
+            window_bytes = self._config.window_bytes
+            if port.pool is not None:  # nothing is stored on the way that a window would bound
+                window_bytes *= POOL_WINDOWS
+            credit = Credit(first_block=landing.incoming.first_block, window_bytes=window_bytes)
             port.post(Frame(key=order.key.to_proto(), credit=credit))
 
     def _is_damaged(self, landing: Landing, port: Port, chunk: Chunk, payload: Payload) -> bool:
@@ -194,7 +198,8 @@ class PrefillFrames:
             if catcher is not None:
                 job = self._lander.catch(landing, run, chunk, catcher)
             else:
-                job = self._lander.land(landing, run, chunk.digests, cells)
+                where = cells if not chunk.pool_blocks else _pointed_at(landing, port, chunk)
+                job = self._lander.land(landing, run, chunk.digests, where)
             job.add_done_callback(partial(self._landed, landing, port, chunk))
             return
         port.room.release()
@@ -288,6 +293,14 @@ class PrefillFrames:
             port.post(Frame(key=landing.order.key.to_proto(), chunk_nack=nack))
             self.counts.resent_chunks += 1
         self._arrivals.review(landing)
+
+
+def _pointed_at(landing: Landing, port: Port, chunk: Chunk) -> MappedCells | None:
+    """Where the cells of a chunk lie; None when there is no such place."""
+    if port.pool is None:
+        return None
+    block_size = landing.incoming.shape.block_size
+    return port.pool.cells(chunk.pool_blocks, block_size, chunk.tail_tokens or None)
 
 
 def _num_cells(landing: Landing, payload: Payload) -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvcache.cell_catcher import CellCatcher
 from kvcache.cells import bad_cells
+from kvcache.mapped_pool import MappedCells
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import CellRun, Chunk, Frame
 from transport.books import ReceivingBook
@@ -25,6 +26,8 @@ from transport.pieces import GIVEN_UP, piece_blocks
 from transport.port import Port
 from transport.quarantine import LinkName
 from transport.threads import Threads
+
+Given = memoryview | MappedCells | None  # cells that came, or where they lie
 
 
 class CellSink(Protocol):
@@ -44,6 +47,15 @@ class CellSink(Protocol):
         heads: Sequence[int],
         cells: NDArray[np.uint8],
         digests: NDArray[np.uint64] | None = None,
+    ) -> NDArray[np.intp]: ...
+
+    def take_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: MappedCells,
+        digests: NDArray[np.uint64],
     ) -> NDArray[np.intp]: ...
 
 
@@ -109,7 +121,7 @@ class Lander:
         self._copiers = copiers
 
     def land(
-        self, landing: Landing, run: CellRun, digests: bytes, payload: memoryview | None
+        self, landing: Landing, run: CellRun, digests: bytes, payload: Given
     ) -> "asyncio.Future[Landed]":
         """`land` in a thread. The caller takes the job off `landing.jobs` when it is done."""
         work = partial(land, self._sink, landing, run, digests, payload)
@@ -187,9 +199,7 @@ def catch(landing: Landing, run: CellRun, chunk: Chunk, catcher: Catcher) -> Lan
     return _landed(landing, run, cells.bad_rows(), "")
 
 
-def land(
-    sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload: memoryview | None
-) -> Landed:
+def land(sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload: Given) -> Landed:
     """In a copying thread: verify the cells of a run, and scatter the good ones.
 
     A transfer given up before is not written to, and an abort waits for this call to return.
@@ -198,8 +208,12 @@ def land(
         return Landed(written=False)
     layer = landing.incoming.shape.layers[run.layer]
     num_rows = run.num_blocks * len(run.heads) * len(layer.planes)
+    if isinstance(payload, MappedCells) and len(digests) != 8 * num_rows:
+        payload = None
     payload = payload if payload is not None else memoryview(b"")
-    if len(digests) == 8 * num_rows and payload.nbytes == num_rows * layer.cell_bytes:
+    if isinstance(payload, MappedCells):
+        rows, size, payload = _take(sink, landing, run, payload, digests), "", memoryview(b"")
+    elif len(digests) == 8 * num_rows and payload.nbytes == num_rows * layer.cell_bytes:
         rows, size = _scatter_proved(sink, landing, run, payload, digests), ""
     else:
         rows, size = bad_rows(payload, digests, num_rows, layer.cell_bytes)
@@ -236,20 +250,34 @@ def bad_rows(
     return np.concatenate((bad, np.arange(whole, num_rows))), size
 
 
+def _take(
+    sink: CellSink, landing: Landing, run: CellRun, cells: MappedCells, digests: bytes
+) -> NDArray[np.intp]:
+    """As `_scatter_proved`, out of the pool in which the cells lie."""
+    sink, ids, proofs = _place(sink, landing, run, digests)
+    return sink.take_cells(run.layer, ids, run.heads, cells, proofs)
+
+
 def _scatter_proved(
     sink: CellSink, landing: Landing, run: CellRun, payload: memoryview, digests: bytes
 ) -> NDArray[np.intp]:
     """One pass over the payload: each plane of a cell goes into its block if it is what its digest
     says. Returns the rows that are not.
     """
-    shape = landing.incoming.shape
+    sink, ids, proofs = _place(sink, landing, run, digests)
+    cells = np.frombuffer(payload, dtype=np.uint8)
+    return sink.scatter_cells(run.layer, ids, run.heads, cells, proofs)
+
+
+def _place(
+    sink: CellSink, landing: Landing, run: CellRun, digests: bytes
+) -> tuple[CellSink, Sequence[int], NDArray[np.uint64]]:
+    """What a run is written to, in which of its blocks, and its digests as numbers."""
+    shape, first = landing.incoming.shape, run.first_block
     if shape.parts > 1:
         sink = sink.cut(shape.block_size)
-    first = run.first_block
     ids = shape.part_ids(landing.order.block_table, first, first + run.num_blocks)
-    cells = np.frombuffer(payload, dtype=np.uint8)
-    proofs = np.frombuffer(digests, dtype="<u8").astype(np.uint64, copy=False)
-    return sink.scatter_cells(run.layer, ids, run.heads, cells, proofs)
+    return sink, ids, np.frombuffer(digests, dtype="<u8").astype(np.uint64, copy=False)
 
 
 def _scatter(

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.mapped_pool import MappedPool
 from protos.transfer_pb2 import Frame, Hello, Welcome
 
 PROTOCOL = 4  # raised with every change that an older build would misread
@@ -145,6 +146,23 @@ class Opener(Protocol):
 
     async def recv_unread(self) -> tuple[Frame, Payload]:
         """As `Link.recv`. The next one comes only when the inlet of this one is used."""
+
+
+@runtime_checkable
+class PoolShower(Protocol):
+    """A prefill end whose decode end may read cells where they lie."""
+
+    @property
+    def shows_pool(self) -> bool:
+        """Whether it can: then a Chunk with `pool_blocks` has no payload."""
+
+
+@runtime_checkable
+class PoolReader(Protocol):
+    """A decode end that may."""
+
+    @property
+    def pool(self) -> MappedPool | None: ...
 
 
 class Connector(Protocol):

@@ -14,6 +14,8 @@ from transport.link import (
     Loader,
     Opener,
     Payload,
+    PoolReader,
+    PoolShower,
     Pour,
     Pourer,
     heed,
@@ -35,6 +37,8 @@ class Port:
         self.room = asyncio.Semaphore(max_staged_chunks)  # for payloads not yet scattered
         self._loader = link if isinstance(link, Loader) else None
         self._pourer = link if isinstance(link, Pourer) else None
+        self.shows_pool = isinstance(link, PoolShower) and link.shows_pool
+        self.pool = link.pool if isinstance(link, PoolReader) else None
         self._send_timeout_s = send_timeout_s
         self._posted: deque[Frame] = deque()
         self._stirred = asyncio.Event()
@@ -73,6 +77,14 @@ class Port:
         frame = await threads.do(partial(fill, room))
         if frame is not None:
             await self._send(frame, room)
+
+    async def point(self, point: Callable[[], Frame | None], threads: Threads) -> None:
+        """Send the frame that `point` makes on one of `threads`, of cells that the other end reads
+        where they lie. Raises LinkClosed, and what `point` raises.
+        """
+        frame = await threads.do(point)
+        if frame is not None:
+            await self._send(frame, None)
 
     async def run(self, handle: Handle) -> str:
         """Read until the link closes, and say why it did. Frames are handled one at a time; what

@@ -1,10 +1,11 @@
 """From a sealed run to the wire: pumps cut what credit allows, a thread gathers and sends it."""
 
+import asyncio
 from functools import partial
 
 from kvcache.kept_digests import BlockRotten
 from transport.clock import Clock
-from transport.departure import Departure, Pool, gather, pour
+from transport.departure import Departure, Pool, gather, point, pour
 from transport.departures import Departures
 from transport.link import LinkClosed
 from transport.orders import Code, TransferFailed
@@ -116,7 +117,12 @@ class Pumps:
         if departure.began_at is None:
             departure.began_at = self._clock.now()
         what = (self._store, departure, rank, heads, part)
-        await port.load(num_bytes, partial(gather, *what), partial(pour, *what), self._copiers)
+        if port.shows_pool and not part.heads:  # what came damaged shall come another way
+            departure.lookers.setdefault(rank, asyncio.Event())
+            await port.point(partial(point, *what), self._copiers)
+        else:
+            filled, poured = partial(gather, *what), partial(pour, *what)
+            await port.load(num_bytes, filled, poured, self._copiers)
         if not part.heads:
             pair.sent(part.seq, self._clock.now())
         self.counts.chunks += 1

@@ -15,6 +15,11 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 
+import structlog
+
+from kvcache.mapped_pool import MappedPool, ShownPool
+from kvcache.shared_memory import SharedMemory
+from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Hello
 from transport.frame_socket import (
     INLINE,
@@ -29,7 +34,12 @@ from transport.frame_socket import (
 from transport.link import Connector, Fill, Link, LinkClosed, Payload
 from transport.meeting import await_caller, call, listen_unix
 from transport.shm_ring import NUM_SLOTS, SLOT_BYTES, ShmRing, Slots
+from transport.shown_pool import map_from_proto, map_to_proto
 from transport.socket_link import SocketLink
+
+RING, RING_AND_POOL, YES, NO = b"r", b"p", b"y", b"n"  # said with a descriptor, or to one
+
+log = structlog.get_logger()
 
 
 def host_id() -> str:
@@ -45,7 +55,10 @@ def host_id() -> str:
 
 
 class PrefillShmLink(SocketLink):
-    def __init__(self, control: Link, stream: FrameSocket, ring: ShmRing) -> None:
+    def __init__(
+        self, control: Link, stream: FrameSocket, ring: ShmRing, *, shows_pool: bool
+    ) -> None:
+        self.shows_pool = shows_pool
         self._ring = ring
         self._slots = Slots()
         super().__init__(control, stream)
@@ -85,7 +98,10 @@ class PrefillShmLink(SocketLink):
 
 
 class DecodeShmLink(SocketLink):
-    def __init__(self, control: Link, stream: FrameSocket, ring: ShmRing) -> None:
+    def __init__(
+        self, control: Link, stream: FrameSocket, ring: ShmRing, pool: MappedPool | None
+    ) -> None:
+        self.pool = pool
         self._ring = ring
         self._loop = asyncio.get_running_loop()
         self._done: deque[int] = deque()
@@ -122,33 +138,49 @@ class DecodeShmLink(SocketLink):
 class ShmConnector:
     """Dials like `control` does, and then meets the other end on this host."""
 
-    def __init__(self, control: Connector, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, control: Connector, timeout_s: float = 10.0, shown: ShownPool | None = None
+    ) -> None:
+        """`shown` is the pool that decode ends may read, if they can."""
         self._control = control
         self._timeout_s = timeout_s
+        self._shown = shown
 
     async def connect(self, address: str, hello: Hello) -> Link:
         greeting = Hello()
         greeting.CopyFrom(hello)
         greeting.wire = "shm"
         greeting.rendezvous = host_id()
+        if self._shown is not None:
+            greeting.pool.CopyFrom(map_to_proto(self._shown.map))
         control = await self._control.connect(address, greeting)
         sock = await call(control, self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s):
-                ring = await _receive_ring(sock)
+                said, fd = await _receive(sock)
+                ring = ShmRing.open(fd)
+                shows = said == RING_AND_POOL and await self._show(sock)
         except (TimeoutError, OSError, ValueError) as error:
             sock.close()
             reason = f"no memory to share came: {error}"
             await control.close(reason)
             raise LinkClosed(reason) from error
-        return PrefillShmLink(control, FrameSocket(sock), ring)
+        return PrefillShmLink(control, FrameSocket(sock), ring, shows_pool=shows)
+
+    async def _show(self, sock: socket.socket) -> bool:
+        """Whether the other end reads the pool from now on."""
+        assert self._shown is not None, "nobody asks for a pool that was not named"
+        socket.send_fds(sock, [RING_AND_POOL], [self._shown.memory.fd])
+        return await asyncio.get_running_loop().sock_recv(sock, 1) == YES
 
 
 class ShmAcceptor:
     """The decode end, whose memory it is."""
 
-    def __init__(self, timeout_s: float = 10.0) -> None:
+    def __init__(self, timeout_s: float = 10.0, spec: CacheSpec | None = None) -> None:
+        """With its own `spec`, it can read cells where prefill ends have them."""
         self._timeout_s = timeout_s
+        self._spec = spec
 
     async def accept(self, control: Link) -> Link:
         if not host_id() or control.hello.rendezvous != host_id():
@@ -160,23 +192,40 @@ class ShmAcceptor:
             if peer_uid(sock) != own_uid():
                 raise PermissionError(f"user {peer_uid(sock)} called, not {own_uid()}")
             ring, fd = ShmRing.create()
+            asks = self._spec is not None and control.hello.HasField("pool")
             try:
-                socket.send_fds(sock, [b"r"], [fd])
+                socket.send_fds(sock, [RING_AND_POOL if asks else RING], [fd])
             finally:
                 os.close(fd)
-        except OSError as error:
+            async with asyncio.timeout(self._timeout_s):
+                pool = await self._map(sock, control.hello) if asks else None
+        except (TimeoutError, OSError) as error:
             sock.close()
             reason = f"no memory to share: {error}"
             await control.close(reason)
             raise LinkClosed(reason) from error
-        return DecodeShmLink(control, FrameSocket(sock), ring)
+        return DecodeShmLink(control, FrameSocket(sock), ring, pool)
+
+    async def _map(self, sock: socket.socket, hello: Hello) -> MappedPool | None:
+        """The pool that the other end shows; None when it is not to be read."""
+        assert self._spec is not None
+        pool = None
+        _, fd = await _receive(sock)
+        try:
+            told = map_from_proto(hello.pool)
+            pool = MappedPool(SharedMemory.open(fd, told.num_bytes), told, self._spec)
+        except (OSError, ValueError) as error:
+            log.warning("pool_not_read", prefill=hello.prefill_worker, reason=str(error))
+        await asyncio.get_running_loop().sock_sendall(sock, NO if pool is None else YES)
+        return pool
 
 
-async def _receive_ring(sock: socket.socket) -> ShmRing:
+async def _receive(sock: socket.socket) -> tuple[bytes, int]:
+    """A word, and the descriptor that comes with it. Raises ValueError when none does."""
     sock.setblocking(False)
     while True:
         try:
-            _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+            said, fds, _, _ = socket.recv_fds(sock, 1, 1)
             break
         except BlockingIOError:
             readable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -187,7 +236,7 @@ async def _receive_ring(sock: socket.socket) -> ShmRing:
                 asyncio.get_running_loop().remove_reader(sock)
     if len(fds) != 1:
         raise ValueError(f"{len(fds)} descriptors")
-    return ShmRing.open(fds[0])
+    return said, fds[0]
 
 
 def _settle(future: "asyncio.Future[None]") -> None:

@@ -34,13 +34,14 @@ def follow(spec: RoleSpec, arguments: list[str] | None = None) -> None:
     comm = seat.connect(group_config(settings), device_of(settings, seat.rank))
     identity = Identity(settings.name, life["instance"], life["epoch"], seat.rank)
     names = RemoteNames(lambda: str(seat.wait(FRONT, settings.rank_timeout_s)["address"]))
+    parts = build_rank(settings, source, comm)
     context = RankContext(
         settings,
-        build_rank(settings, source, comm),
+        parts,
         identity,
         manifest_of(settings, source),
         MonotonicClock(),
-        connectors(settings),
+        connectors(settings, parts.store.shown),
         open_ledger(settings, identity, spec.role.value),
         names,
     )

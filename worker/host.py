@@ -161,7 +161,15 @@ async def _open(
     ledger = open_ledger(settings, identity, spec.role.value)
     stack.callback(ledger.close)
     side = spec.make_side(
-        RankContext(settings, parts, identity, manifest, clock, connectors(settings), ledger)
+        RankContext(
+            settings,
+            parts,
+            identity,
+            manifest,
+            clock,
+            connectors(settings, parts.store.shown),
+            ledger,
+        )
     )
     await side.start()
     stack.push_async_callback(side.close)

@@ -72,7 +72,7 @@ def build_rank(settings: WorkerSettings, source: ModelSource, comm: Comm) -> Ran
     )
     try:
         heads, layout = head_map.kv[comm.rank], settings.kv_layout
-        store = KvStore(spec, heads, settings.num_blocks, device, layout)
+        store = KvStore(spec, heads, settings.num_blocks, device, layout, share=settings.shows_pool)
     except (RuntimeError, MemoryError) as error:
         gib = spec.bytes_per_block(len(head_map.kv[comm.rank])) * settings.num_blocks / 2**30
         raise CannotStart(

@@ -111,6 +111,11 @@ class WorkerSettings(BaseModel):
             "max_cool_down_s": max(self.cool_down_s, self.max_cool_down_s),
         }
 
+    @property
+    def shows_pool(self) -> bool:
+        """Whether processes of this host may be shown the pool, to read it."""
+        return False
+
     @model_validator(mode="after")
     def _check_wires(self) -> Self:
         if "nccl" in self.wires and self.device != "cuda":

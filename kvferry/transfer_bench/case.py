@@ -24,6 +24,8 @@ class Case:
     digests: bool = True  # off only here, to see what they cost
     chunk_bytes: int = CHUNK_BYTES
     window_bytes: int = WINDOW_BYTES
+    show_pool: bool = True  # on shm: decode reads prefill's pool; else all goes through a ring
+    known: bool = False  # prefill has the digests from before, and need not make them
     host: str = "127.0.0.1"  # decode's, as prefill reaches it; another one for grpc and tcp only
 
     @property
@@ -55,6 +57,10 @@ class Case:
     def __str__(self) -> str:
         size = self.num_blocks * NUM_LAYERS * BLOCK_BYTES / 2**20
         digests = "" if self.digests else ", no digests"
+        if self.known:
+            digests += ", digests known"
+        if not self.show_pool:
+            digests += ", by the ring"
         return (
             f"{self.wire}: {self.concurrency} x {size:.0f} MiB, "
             f"TP {self.prefill_tp} to {self.decode_tp}{digests}"

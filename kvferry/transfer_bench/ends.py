@@ -66,7 +66,7 @@ class DecodeEnd:
         receiver = Receiver(identity, interval, store, MANIFEST, MonotonicClock(), _config(case))
         self._receivers.append(await self._stack.enter_async_context(receiver))
         server = grpc.aio.server(options=server_options())
-        offered = acceptors(_settings(case))
+        offered = acceptors(_settings(case), store)
         TransferServicer(receiver, offered).add_to(server)
         port = server.add_insecure_port(f"{case.host}:0")
         await server.start()
@@ -96,6 +96,7 @@ class PrefillEnd:
         self._addresses = tuple(addresses)
         self._stack = AsyncExitStack()
         self._shippers: list[Shipper] = []
+        self._stores: list[KvStore] = []
 
     async def start(self) -> None:
         torch.set_num_threads(1)
@@ -103,11 +104,16 @@ class PrefillEnd:
         self._stack.enter_context(_digests(case.digests))
         intervals = _heads(case.prefill_tp)
         for rank, interval in enumerate(intervals):
+            num_blocks = case.concurrency * case.num_blocks
+            store = _store(
+                interval, num_blocks, seed=rank, share=case.wire == "shm" and case.show_pool
+            )
+            self._stores.append(store)
             shipper = Shipper(
                 Identity("prefill-0", "p1", 1, rank),
                 intervals,
-                _store(interval, case.concurrency * case.num_blocks, seed=rank),
-                connectors(_settings(case)),
+                store,
+                connectors(_settings(case), store.shown),
                 MANIFEST,
                 MonotonicClock(),
                 _config(case),
@@ -117,6 +123,8 @@ class PrefillEnd:
     async def ship(self, first: int) -> float:
         """Seconds from the first word to the last commit of all transfers `first` and up."""
         numbers = range(first, first + self._case.concurrency)
+        for store in () if self._case.known else self._stores:
+            store.kept.forget_all()  # as if they had just been computed: nobody has their digests
         began = time.perf_counter()
         await asyncio.gather(
             *(self._ship_one(shipper, number) for number in numbers for shipper in self._shippers)
@@ -159,8 +167,10 @@ def _blocks(case: Case, number: int) -> tuple[int, ...]:
     return tuple(all_blocks[lane :: case.concurrency].tolist())
 
 
-def _store(interval: HeadInterval, num_blocks: int, seed: int | None) -> KvStore:
-    store = KvStore(spec(), interval, num_blocks)
+def _store(
+    interval: HeadInterval, num_blocks: int, seed: int | None, *, share: bool = False
+) -> KvStore:
+    store = KvStore(spec(), interval, num_blocks, share=share)
     for layer in range(NUM_LAYERS):
         pool = store.layer(layer).view(torch.uint8).numpy()
         pool[...] = 0 if seed is None else np.random.default_rng(seed).integers(0, 256, dtype="u1")
@@ -177,6 +187,7 @@ def _digests(on: bool) -> Iterator[None]:
     gather, scatter = KvStore.gather_cells, KvStore.scatter_cells
     pour: Any = KvStore.pour_cells
     catch: Any = KvStore.catcher
+    take: Any = KvStore.take_cells
 
     def gather_only(*arguments: Any) -> Any:
         *others, digests = arguments
@@ -197,7 +208,15 @@ def _digests(on: bool) -> Iterator[None]:
             catcher.proved = False
         return catcher
 
+    def take_only(*arguments: Any) -> Any:
+        return take(*arguments[:-1])
+
+    def no_digests(store: KvStore, layer: int, block_ids: Any, heads: Any, *_: Any) -> Any:
+        return np.zeros(len(block_ids) * len(heads) * store.layer(layer).shape[1], np.uint64)
+
     with (
+        patch.object(KvStore, "take_cells", take_only),
+        patch.object(KvStore, "digest_cells", no_digests),
         patch.object(KvStore, "gather_cells", gather_only),
         patch.object(KvStore, "scatter_cells", scatter_only),
         patch.object(KvStore, "pour_cells", pour_only),

@@ -26,6 +26,15 @@ def test_each_dimension_is_varied_by_itself() -> None:
     ]
 
 
+def test_shm_is_measured_with_digests_from_before_and_without_a_pool_to_read_too() -> None:
+    wanted = Wanted(("shm",), (16,), (1,), ((1, 1),), (True,))
+    assert [str(case) for case in cases(wanted)] == [
+        "shm: 1 x 8 MiB, TP 1 to 1",
+        "shm: 1 x 8 MiB, TP 1 to 1, digests known",
+        "shm: 1 x 8 MiB, TP 1 to 1, by the ring",
+    ]
+
+
 def test_a_case_counts_all_its_bytes() -> None:
     case = Case("tcp", num_blocks=16, concurrency=3, chunk_bytes=1 << 20, window_bytes=8 << 20)
     assert (case.total_bytes, case.in_flight, case.num_tokens) == (24 << 20, 8, 256)
@@ -70,17 +79,15 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "transfer", *wires, *flags])
     assert done.exit_code == 0, done.output
     as_it_goes = done.output.partition("┏")[0]
-    # Six cases, each with its CPU; and over tcp a second limit.
-    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 14
+    # Eight cases, six with their CPU; and over tcp a second limit.
+    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 16
     rows = json.loads(out.read_text())["rows"]
     cold = [each for each in rows if each["what"].endswith(": beside the limit, cold to cold")]
     measured = [each["what"] for each in rows if each["unit"] == "GB/s" and each not in cold]
-    assert measured == [
-        f"{wire}: 2 x 1 MiB, TP 1 to 2{digests}"
-        for wire in ("shm", "tcp", "grpc")
-        for digests in ("", ", no digests")
-    ]
-    assert [each["what"].partition(": beside")[0] for each in cold] == measured[2:4]
+    usual, ways_of_shm = ("", ", no digests"), (", digests known", ", by the ring")
+    ways = {"shm": (*usual, *ways_of_shm), "tcp": usual, "grpc": usual}
+    assert measured == [f"{wire}: 2 x 1 MiB, TP 1 to 2{how}" for wire in ways for how in ways[wire]]
+    assert [each["what"].partition(": beside")[0] for each in cold] == measured[4:6]
     keys = [
         "what",
         "ours",
@@ -96,5 +103,6 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     assert [list(each) for each in rows] == [keys] * len(rows)
     assert all(each["ours"] > 0 and each["limit"] > 0 for each in rows if each["unit"] == "GB/s")
     costs = [each["what"] for each in rows if each["unit"] == "ms/MiB"]
-    assert costs == [f"{what}: CPU of both ends" for what in measured]
+    plain = [what for what in measured if not what.endswith(ways_of_shm)]
+    assert costs == [f"{what}: CPU of both ends" for what in plain]
     assert out.with_suffix(".png").stat().st_size > 0

@@ -42,6 +42,8 @@ from transport.shm_wire import ShmAcceptor, ShmConnector
 from transport.tcp_wire import TcpAcceptor, TcpConnector
 
 WIRES = ["loopback", "grpc", "tcp", "shm", "gloo"]
+POOL = "pool"  # the shm wire, where decode reads cells out of prefill's pool
+WAYS = [*WIRES, POOL]
 MANIFEST = b"manifest"
 SPEC = CacheSpec.full(num_layers=3, num_kv_heads=3, head_dim=4, block_size=4, dtype="int64")
 # Two or three blocks of SPEC's heads a chunk; no damage is too much.
@@ -52,13 +54,17 @@ class Network:
     """One wire, with whatever has to run for it; addresses are given out by `listen`."""
 
     def __init__(self, wire: str, stack: AsyncExitStack) -> None:
-        self.wire = wire
+        self.wire = "shm" if wire == POOL else wire
+        self.shows_pools = self.reads_pools = wire == POOL
         self.loopback = LoopbackWire()
         self._stack = stack
         self._servers: dict[str, grpc.aio.Server] = {}
         self._num_listeners = 0
 
-    def connector(self) -> Connector:
+    def connector(self, store: KvStore | None = None) -> Connector:
+        """Of a rank with this store, which it shows where pools are shown."""
+        if store is not None and self.shows_pools:
+            return ShmConnector(GrpcConnector(timeout_s=5), timeout_s=5, shown=store.shown)
         return self.connector_of(self.wire)
 
     def connector_of(self, wire: str) -> Connector:
@@ -75,7 +81,9 @@ class Network:
         self._stack.callback(connector.close)
         return connector
 
-    async def listen(self, listener: Listener, address: str = "") -> str:
+    async def listen(
+        self, listener: Listener, address: str = "", spec: CacheSpec | None = None
+    ) -> str:
         if self.wire == "loopback":
             self._num_listeners += 1
             address = address or f"here:{self._num_listeners}"
@@ -84,7 +92,7 @@ class Network:
         server = grpc.aio.server(options=server_options())
         acceptors: dict[str, Acceptor] = {
             "tcp": TcpAcceptor(timeout_s=5),
-            "shm": ShmAcceptor(timeout_s=5),
+            "shm": ShmAcceptor(timeout_s=5, spec=spec if self.reads_pools else None),
             "gloo": DistAcceptor(timeout_s=5),
         }
         TransferServicer(listener, acceptors).add_to(server)
@@ -151,9 +159,14 @@ def filled_store(
     num_blocks: int,
     seed: int,
     layout: KvLayout = KvLayout.HEAD_MAJOR,
+    *,
+    share: bool = False,
 ) -> KvStore:
     """A store whose bytes depend on layer, block, plane, global head, slot and `seed` alone."""
-    store = KvStore(spec, kv_heads, num_blocks, layout=layout)
+    if share:
+        store = KvStore(spec, kv_heads, num_blocks, layout=layout, share=True)
+    else:
+        store = KvStore(spec, kv_heads, num_blocks, layout=layout)
     for layer in range(store.num_layers):
         pool_NPHSD = store.layer(layer)
         for head in kv_heads:
@@ -343,7 +356,14 @@ async def cluster(
     sizes = (spec.block_size, decode_block_size or spec.block_size)
     sources, targets = (
         [
-            filled_store(replace(spec, block_size=size), interval, num_blocks, seed, layout)
+            filled_store(
+                replace(spec, block_size=size),
+                interval,
+                num_blocks,
+                seed,
+                layout,
+                share=net.shows_pools,
+            )
             for interval in head_map
         ]
         for seed, (size, head_map, layout) in enumerate(
@@ -358,9 +378,9 @@ async def cluster(
             identity = Identity("decode-0", "d1", 1, rank)
             receiver = Receiver(identity, interval, sink(store), MANIFEST, clock, config)
             made.decode.receivers.append(await stack.enter_async_context(receiver))
-            made.decode.addresses.append(await net.listen(receiver))
+            made.decode.addresses.append(await net.listen(receiver, spec=store.spec))
         for rank, store in enumerate(sources):
-            connectors = {net.wire: wrap(net.connector()), **others}
+            connectors = {net.wire: wrap(net.connector(store)), **others}
             shipper = Shipper(
                 Identity("prefill-0", "p1", 1, rank),
                 prefill_map,

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from engine.clock import ManualClock
 from kvcache.cell_catcher import CellCatcher
 from kvcache.kv_store import KvStore
+from kvcache.mapped_pool import MappedCells
 from kvcache.spec import CacheSpec
 from tests.transport.harness import QUICK, SPEC, Cluster, Side, cluster, network
 from transport.fault_wire import FaultWire
@@ -92,6 +93,18 @@ class SlowSink:
 
         made.turn = take_its_time  # type: ignore[method-assign]
         return made
+
+    def take_cells(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: MappedCells,
+        digests: NDArray[np.uint64],
+    ) -> NDArray[np.intp]:
+        if self._random.random() < 0.2:
+            time.sleep(0.004)
+        return self._store.take_cells(layer, block_ids, heads, cells, digests)
 
 
 @dataclass

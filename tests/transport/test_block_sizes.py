@@ -10,7 +10,7 @@ import torch
 from kvcache.layout import KvLayout
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Open
-from tests.transport.harness import SPEC, WIRES, cluster, network, soon
+from tests.transport.harness import SPEC, WAYS, cluster, network, soon
 from transport.incoming import Incoming
 from transport.orders import Code, TransferFailed
 from transport.outgoing import Run, cut
@@ -59,7 +59,7 @@ async def test_every_token_lands_where_its_owner_keeps_it(theirs: int, ours: int
                         assert (old[rest] == new[rest]).all()
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", WAYS)
 async def test_every_wire_carries_blocks_of_two_sizes(wire: str) -> None:
     async with network(wire) as net:
         for theirs, ours in ((4, 16), (16, 4)):

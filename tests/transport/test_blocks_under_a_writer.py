@@ -89,6 +89,7 @@ async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> No
         def __init__(self, store: KvStore) -> None:
             self.spec = store.spec
             self.cut = store.cut
+            self.digest_cells = store.digest_cells
             self._store = store
 
         def gather_cells(

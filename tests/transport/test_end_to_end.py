@@ -8,7 +8,7 @@ from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Frame
 from tests.transport.harness import (
     SPEC,
-    WIRES,
+    WAYS,
     cluster,
     network,
     num_open_files,
@@ -21,7 +21,7 @@ from transport.fault_wire import FaultConnector, Item
 SOURCE, TARGET = [5, 3, 9, 0, 11], [7, 20, 2, 15, 4]  # blocks, on either side
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", WAYS)
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2), (2, 9), (9, 1)]
 )
@@ -69,7 +69,7 @@ async def test_blocks_that_decode_holds_are_neither_sent_nor_written() -> None:
         assert sum(receipt.bytes for receipt in receipts) == two_blocks
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", WAYS)
 async def test_a_full_local_hit_ships_nothing_and_still_releases_prefill(wire: str) -> None:
     async with network(wire) as net, cluster(net, 3, 2) as group:
         reports, receipts = await group.carry(16, SOURCE[:4], TARGET[:4], first_block=4)
@@ -196,7 +196,7 @@ async def test_eight_transfers_at_a_time_never_mix(wire: str, rounds: int) -> No
         assert [each.completed for each in counts] == [8 * rounds] * 3
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", WAYS)
 async def test_nothing_is_left_after_close(wire: str) -> None:
     async def live() -> None:
         async with network(wire) as net, cluster(net, 2, 2) as group:

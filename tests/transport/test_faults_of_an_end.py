@@ -15,7 +15,7 @@ from tests.transport.broken import (
     with_fault,
 )
 from tests.transport.harness import (
-    WIRES,
+    WAYS,
     cluster,
     network,
     soon,
@@ -25,7 +25,7 @@ from transport.link import Connector, Link
 from transport.orders import TransferFailed
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", WAYS)
 async def test_a_cut_link_fails_both_ends_at_once_and_names_the_place(wire: str) -> None:
     async def cut(frame: Frame, payload: memoryview | None) -> list[Item]:
         if frame.HasField("chunk") and frame.chunk.layer == 1:
@@ -48,7 +48,7 @@ async def test_a_cut_link_fails_both_ends_at_once_and_names_the_place(wire: str)
         assert group.prefill.shippers[0].open_shipments == 0
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", WAYS)
 @pytest.mark.parametrize("num_sealed", range(0, 15, 2))
 async def test_prefill_gone_after_any_number_of_blocks_fails_decode_at_once(
     wire: str, num_sealed: int
@@ -88,7 +88,7 @@ class Keeping:
         return self.links[-1]
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", WAYS)
 async def test_a_link_lost_before_the_commit_is_dialled_again_and_the_end_asked_for(
     wire: str,
 ) -> None:
@@ -115,7 +115,7 @@ async def test_a_link_lost_before_the_commit_is_dialled_again_and_the_end_asked_
         assert (shipper.open_shipments, receiver.open_transfers) == (0, 0)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", WAYS)
 async def test_a_commit_lost_with_its_link_is_asked_for_over_the_next(wire: str) -> None:
     cuts = 1
 
