@@ -198,8 +198,8 @@ class PrefillFrames:
             if catcher is not None:
                 job = self._lander.catch(landing, run, chunk, catcher)
             else:
-                where = cells if not chunk.pool_blocks else _pointed_at(landing, port, chunk)
-                job = self._lander.land(landing, run, chunk.digests, where)
+                given = cells if not chunk.pool_blocks else _pointed_at(landing, port, chunk)
+                job = self._lander.land(landing, run, chunk.digests, given)
             job.add_done_callback(partial(self._landed, landing, port, chunk))
             return
         port.room.release()

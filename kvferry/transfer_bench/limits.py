@@ -10,10 +10,11 @@ In every one the sender hears once at the end that all has arrived. Each sends o
 again and again, or in gloo one for each message in flight, so these bytes lie in a cache as those
 of a pool do not: it is the wire that is measured, which no wire of ours could outdo.
 
-Over tcp there is a second one, cold to cold: the same calls, but each message leaves from memory of
-its own and arrives in memory of its own, as many bytes at each end as our pools have, in pages as
-large. So each byte is read from memory and written to memory once, as by whoever has pools; nothing
-looks at it, and nothing lies scattered.
+Over tcp and shm there is a second one, cold to cold: the same calls, but each message leaves from
+memory of its own and arrives in memory of its own, as many bytes at each end as our pools have, in
+pages as large. So each byte is read from memory and written to memory once, as by whoever has
+pools; nothing looks at it, and nothing lies scattered. Over shm it still goes through the ring: who
+copies out of the pool of the other end may outdo that.
 """
 
 import asyncio
@@ -21,7 +22,6 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -36,7 +36,7 @@ from transport.pair_group import DECODE, PREFILL, PairStore, Rendezvous, _build
 from transport.shm_ring import NUM_SLOTS, ShmRing
 
 METHOD = "/kvferry.bench/Push"
-COLD_WIRES = ("tcp",)  # that can be measured cold to cold, too
+COLD_WIRES = ("shm", "tcp")  # that can be measured cold to cold, too
 
 Memory = NDArray[np.uint8]
 
@@ -55,8 +55,8 @@ async def serve(case: Case, cold: Memory | None = None) -> tuple[str, "asyncio.T
     listener.listen(1)
     name = listener.getsockname()
     address = name[1:].decode() if case.wire == "shm" else str(name[1])
-    take = _take_shm if case.wire == "shm" else partial(_take_tcp, cold=cold)
-    return address, asyncio.create_task(asyncio.to_thread(take, case, listener))
+    take = _take_shm if case.wire == "shm" else _take_tcp
+    return address, asyncio.create_task(asyncio.to_thread(take, case, listener, cold))
 
 
 async def push(case: Case, address: str, cold: Memory | None = None) -> float:
@@ -65,8 +65,8 @@ async def push(case: Case, address: str, cold: Memory | None = None) -> float:
         return await _push_grpc(case, address)
     if case.wire in ("gloo", "nccl"):
         return await asyncio.to_thread(_push_gloo, case, address)
-    give = _push_shm if case.wire == "shm" else partial(_push_tcp, cold=cold)
-    return await asyncio.to_thread(give, case, address)
+    give = _push_shm if case.wire == "shm" else _push_tcp
+    return await asyncio.to_thread(give, case, address, cold)
 
 
 def cold_memory(case: Case) -> Memory:
@@ -115,16 +115,17 @@ def _take_tcp(case: Case, listener: socket.socket, cold: Memory | None) -> None:
         sock.send(b"!")
 
 
-def _push_shm(case: Case, address: str) -> float:
+def _push_shm(case: Case, address: str, cold: Memory | None) -> float:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect("\0" + address)
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
-        ring, payload = ShmRing.open(fds[0]), _payload(case)
+        ring = ShmRing.open(fds[0])
+        messages = [np.asarray(each) for each in _messages(case, cold)]
         free = list(range(min(NUM_SLOTS, case.in_flight)))
         _touch(ring, case)
         num_back, num_slots, num_messages = 0, len(free), _num_messages(case)
         began = time.perf_counter()
-        for _ in range(num_messages):
+        for payload in messages:
             if not free:
                 back = sock.recv(num_slots)
                 num_back += len(back)
@@ -143,17 +144,16 @@ def _touch(ring: ShmRing, case: Case) -> None:
         ring.view(slot, case.message_bytes)[:] = 1
 
 
-def _take_shm(case: Case, listener: socket.socket) -> None:
+def _take_shm(case: Case, listener: socket.socket, cold: Memory | None) -> None:
     with listener, listener.accept()[0] as sock:
         ring, fd = ShmRing.create()
         _touch(ring, case)
         socket.send_fds(sock, [b"r"], [fd])
-        payload, left = _payload(case), _num_messages(case)
-        while left:
+        messages = [np.asarray(each) for each in _messages(case, cold)]
+        while messages:
             for slot in sock.recv(NUM_SLOTS):
-                np.copyto(payload, ring.view(slot, case.message_bytes))
+                np.copyto(messages.pop(), ring.view(slot, case.message_bytes))
                 sock.send(bytes([slot]))
-                left -= 1
 
 
 async def _serve_grpc(case: Case) -> tuple[str, "asyncio.Task[None]"]:
