@@ -44,7 +44,8 @@ class DecodeFrames:
                 departure.book.resident(rank, frame.credit.first_block)
         elif body == "chunk_ack":
             if pair.acked(frame.chunk_ack.seq):
-                departure.book.acked(rank, frame.chunk_ack.seq)
+                if not pair.committed:  # else it was overtaken, and all of it is booked
+                    departure.book.acked(rank, frame.chunk_ack.seq)
             else:
                 self.counts.duplicate_chunks += 1
         elif body == "chunk_nack":
