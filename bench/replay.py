@@ -29,8 +29,9 @@ from kvferry.replay.trace import read_trace
 
 TRACE = Path(__file__).parents[2] / "shared/traces/mooncake/conversation_trace.jsonl"
 OUT = Path("bench/out/replay.json")
-# Of what is delivered without any lag, the least with the index so many seconds late.
-LAGS = {10.0: 0.99, 60.0: 0.90, 300.0: 0.43}
+# Of what is delivered without any lag, the least with the index so many seconds late. With another
+# seed it is half a percent more or less.
+LAGS = {10.0: 0.98, 60.0: 0.95, 300.0: 0.90}
 USUAL = (
     Policy.OURS,
     Policy.ROUND_ROBIN,
