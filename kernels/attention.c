@@ -59,12 +59,6 @@ int64_t attention_scratch(const attention *at, int team_size) {
     return parts + team_size * own_floats(at) + LANES;
 }
 
-INLINE const float *token_at(const attention *at, int64_t sequence, int64_t head, int64_t token) {
-    int64_t block = at->tables[sequence * at->table_stride + token / at->num_slots];
-    return at->pool + block * at->block_stride + head * at->head_stride +
-           token % at->num_slots * at->slot_stride;
-}
-
 /* ---- a lone query ---- */
 
 /* LANES vectors summed up across, each into its lane. */
@@ -284,61 +278,82 @@ static own_scratch scratch_of(const attention *at, float *from) {
     return own;
 }
 
-/* out[r][PANEL] (+)= x[r] times a panel: rows `x_stride` and inputs `x_step` floats apart. */
-INLINE void panel_rows(const int rows, const float *x, int64_t x_stride, int64_t x_step,
-                       const float *panel, int64_t in, float *out, const int adds) {
+static const fetching NOTHING = {0};
+
+/* Scores of `rows` tokens, whose keys are dense, for a panel of queries; `highest` of either half
+ * becomes the largest so far. */
+INLINE void score_rows(const int rows, const float *keys, int64_t dim, const float *queries,
+                       float *scores, vec highest[2]) {
     vec low[ROWS], high[ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) low[r] = high[r] = (vec){};
+    tile(rows, 0, keys, dim, 1, queries, dim, NOTHING, low, high);
+#pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
-        low[r] = adds ? load(out + r * PANEL) : (vec){};
-        high[r] = adds ? load(out + r * PANEL + LANES) : (vec){};
-    }
-    tile(rows, 0, x, x_stride, x_step, panel, in, low, high);
-    for (int r = 0; r < rows; r++) {
-        store(out + r * PANEL, low[r]);
-        store(out + r * PANEL + LANES, high[r]);
+        store(scores + r * PANEL, low[r]);
+        store(scores + r * PANEL + LANES, high[r]);
+        highest[0] = larger(highest[0], low[r]);
+        highest[1] = larger(highest[1], high[r]);
     }
 }
 
-/* Scores of `count` tokens, whose keys are dense, for a panel of queries. */
 static void score_panel(const float *keys, int64_t dim, int64_t count, const float *queries,
-                        float *scores) {
+                        float *scores, vec highest[2]) {
     int64_t at_once = rows_at_once(count);
     for (int64_t t = 0; t < count; t += at_once) {
 #define CASE(n)                                                                                 \
     case n:                                                                                     \
-        panel_rows(n, keys + t * dim, dim, 1, queries, dim, scores + t * PANEL, 0);             \
+        score_rows(n, keys + t * dim, dim, queries, scores + t * PANEL, highest);               \
         break;
         FOR_ROWS(least(at_once, count - t), CASE)
 #undef CASE
     }
 }
 
+/* sums[rows][PANEL] of so many head dims: kept in part, and the weighted values of a tile added. */
+INLINE void add_rows(const int rows, const float *values, int64_t dim, int64_t count,
+                     const float *weights, const vec keep[2], float *sums) {
+    vec low[ROWS], high[ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        low[r] = load(sums + r * PANEL) * keep[0];
+        high[r] = load(sums + r * PANEL + LANES) * keep[1];
+    }
+    tile(rows, 0, values, 1, dim, weights, count, NOTHING, low, high);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        store(sums + r * PANEL, low[r]);
+        store(sums + r * PANEL + LANES, high[r]);
+    }
+}
+
 static void add_values(const float *values, int64_t dim, int64_t count, const float *weights,
-                       float *sums) {
+                       const vec keep[2], float *sums) {
     int64_t at_once = rows_at_once(dim);
     for (int64_t d = 0; d < dim; d += at_once) {
 #define CASE(n)                                                                                 \
     case n:                                                                                     \
-        panel_rows(n, values + d, 1, dim, weights, count, sums + d * PANEL, 1);                 \
+        add_rows(n, values + d, dim, count, weights, keep, sums + d * PANEL);                   \
         break;
         FOR_ROWS(least(at_once, dim - d), CASE)
 #undef CASE
     }
 }
 
-/* Scores become weights; the rows' sums so far are brought to the new largest score. */
-INLINE void weigh(float *scores, int64_t token, int64_t count, int64_t dim, const float *position,
-                  const int masked, float *top, float *total, float *sums) {
-    vec rank = load(position), old = load(top), most = old;
+/* Scores that rows of half a panel do not see become -infinity; returns the largest of the others. */
+static vec hide(float *scores, int64_t token, int64_t count, const float *position, vec highest) {
+    vec rank = load(position);
     for (int64_t t = 0; t < count; t++) {
-        vec score = load(scores + t * PANEL);
-        if (masked) {
-            score = chosen(rank < (float)(token + t), all(-INFINITY), score);
-            store(scores + t * PANEL, score);
-        }
-        most = larger(most, score);
+        vec score = chosen(rank < (float)(token + t), all(-INFINITY), load(scores + t * PANEL));
+        store(scores + t * PANEL, score);
+        highest = larger(highest, score);
     }
-    vec keep = power_of_2(old - most), sum = {};
+    return highest;
+}
+
+/* Scores of half a panel become weights; returns what is left of the rows' sums so far. */
+static vec weigh(float *scores, int64_t count, vec most, float *top, float *total) {
+    vec keep = power_of_2(load(top) - most), sum = {};
     for (int64_t t = 0; t < count; t++) {
         vec weight = power_of_2(load(scores + t * PANEL) - most);
         store(scores + t * PANEL, weight);
@@ -346,7 +361,7 @@ INLINE void weigh(float *scores, int64_t token, int64_t count, int64_t dim, cons
     }
     store(total, load(total) * keep + sum);
     store(top, most);
-    for (int64_t d = 0; d < dim; d++) store(sums + d * PANEL, load(sums + d * PANEL) * keep);
+    return keep;
 }
 
 static void several_panel(const own_scratch *own, int64_t panel, int64_t dim, int64_t token,
@@ -354,17 +369,25 @@ static void several_panel(const own_scratch *own, int64_t panel, int64_t dim, in
     const float *position = own->position + panel * PANEL;
     count = least(count, (int64_t)position[PANEL - 1] + 1 - token);
     if (count <= 0) return; /* all of its rows come before the tile */
-    float *sums = own->sums + panel * PANEL * dim;
-    score_panel(own->keys, dim, count, own->queries + panel * PANEL * dim, own->scores);
+    float *sums = own->sums + panel * PANEL * dim, *top = own->top + panel * PANEL;
+    vec highest[2] = {load(top), load(top + LANES)}, keep[2];
     int masked = token + count > (int64_t)position[0] + 1;
-    for (int half = 0; half < PANEL; half += LANES) {
-        float *top = own->top + panel * PANEL + half, *total = own->total + panel * PANEL + half;
-        if (masked)
-            weigh(own->scores + half, token, count, dim, position + half, 1, top, total, sums + half);
-        else
-            weigh(own->scores + half, token, count, dim, position + half, 0, top, total, sums + half);
+    vec before[2] = {highest[0], highest[1]};
+    score_panel(own->keys, dim, count, own->queries + panel * PANEL * dim, own->scores, highest);
+    for (int h = 0; h < 2; h++) {
+        float *scores = own->scores + h * LANES, *total = own->total + panel * PANEL + h * LANES;
+        if (masked) highest[h] = hide(scores, token, count, position + h * LANES, before[h]);
+        keep[h] = weigh(scores, count, highest[h], top + h * LANES, total);
     }
-    add_values(own->values, dim, count, own->scores, sums);
+    add_values(own->values, dim, count, own->scores, keep, sums);
+}
+
+/* Where a head of the row's query begins, of queries or outputs `stride` floats apart; rows past
+ * the last one are that again. */
+INLINE int64_t head_at(int64_t row, int64_t rows, int64_t first, int64_t head, int64_t group,
+                       int64_t dim, int64_t stride) {
+    row = least(row, rows - 1);
+    return (first + row / group) * stride + (head * group + row % group) * dim;
 }
 
 /* Queries `first` to `end` of a sequence, in the panels of this member's scratch. */
@@ -372,17 +395,49 @@ static void lay_out_queries(const attention *at, int64_t sequence, int64_t head,
                             int64_t end, const own_scratch *own) {
     int64_t dim = at->head_dim, group = group_of(at), rows = (end - first) * group;
     int64_t before = at->contexts[sequence] - at->num_queries[sequence];
-    for (int64_t row = 0; row < ceil_of(rows, PANEL) * PANEL; row++) {
-        int64_t real = least(row, rows - 1), query = first + real / group;
-        const float *q = at->q + (at->first_query[sequence] + query) * at->q_stride +
-                         (head * group + real % group) * dim;
+    int64_t begin = at->first_query[sequence] + first;
+    for (int64_t row = 0; row < ceil_of(rows, PANEL) * PANEL; row += LANES) {
+        const float *q[LANES];
+        for (int r = 0; r < LANES; r++) {
+            q[r] = at->q + head_at(row + r, rows, begin, head, group, dim, at->q_stride);
+            own->position[row + r] = (float)(before + first + least(row + r, rows - 1) / group);
+            own->top[row + r] = -INFINITY;
+            own->total[row + r] = 0.0f;
+        }
         float *to = own->queries + row / PANEL * PANEL * dim + row % PANEL;
-        for (int64_t d = 0; d < dim; d++) to[d * PANEL] = q[d] * (at->scale * LOG2_E);
-        own->position[row] = (float)(before + query);
-        own->top[row] = -INFINITY;
-        own->total[row] = 0.0f;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vec some[LANES];
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++)
+                some[r] = load_some(q[r] + d, dim - d) * (at->scale * LOG2_E);
+            transpose(some);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                if (d + i < dim) store(to + (d + i) * PANEL, some[i]);
+        }
     }
     memset(own->sums, 0, ceil_of(rows, PANEL) * PANEL * dim * sizeof(float));
+}
+
+/* The rows' sums, each over its total weight, to where the outputs are wanted. */
+static void put_outputs(const attention *at, int64_t sequence, int64_t head, int64_t first,
+                        int64_t rows, const own_scratch *own) {
+    int64_t dim = at->head_dim, group = group_of(at), begin = at->first_out[sequence] + first;
+    for (int64_t row = 0; row < rows; row += LANES) {
+        const float *sums = own->sums + row / PANEL * PANEL * dim + row % PANEL;
+        vec total = load(own->total + row);
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vec some[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                some[i] = d + i < dim ? load(sums + (d + i) * PANEL) / total : (vec){};
+            transpose(some);
+            for (int r = 0; r < LANES && row + r < rows; r++) {
+                float *out = at->out + head_at(row + r, rows, begin, head, group, dim, at->out_stride);
+                store_some(out + d, some[r], dim - d);
+            }
+        }
+    }
 }
 
 static void several_unit(const attention *at, int64_t sequence, int64_t head, int64_t part,
@@ -394,20 +449,16 @@ static void several_unit(const attention *at, int64_t sequence, int64_t head, in
     int64_t seen = at->contexts[sequence] - at->num_queries[sequence] + end;
     for (int64_t token = 0; token < seen; token += TILE) {
         int64_t count = least(TILE, seen - token);
+        const float *keys[TILE];
+        find_keys(at, sequence, head, token, seen, keys);
         for (int64_t t = 0; t < count; t++) {
-            const float *key = token_at(at, sequence, head, token + t);
-            memcpy(own.keys + t * dim, key, dim * sizeof(float));
-            memcpy(own.values + t * dim, key + at->plane_stride, dim * sizeof(float));
+            memcpy(own.keys + t * dim, keys[t], dim * sizeof(float));
+            memcpy(own.values + t * dim, keys[t] + at->plane_stride, dim * sizeof(float));
         }
         for (int64_t panel = 0; panel < ceil_of(rows, PANEL); panel++)
             several_panel(&own, panel, dim, token, count);
     }
-    for (int64_t row = 0; row < rows; row++) {
-        float *out = at->out + (at->first_out[sequence] + first + row / group) * at->out_stride +
-                     (head * group + row % group) * dim;
-        const float *sums = own.sums + row / PANEL * PANEL * dim + row % PANEL;
-        for (int64_t d = 0; d < dim; d++) out[d] = sums[d * PANEL] / own.total[row];
-    }
+    put_outputs(at, sequence, head, first, rows, &own);
 }
 
 void attend(const attention *at, team *t, int member) {

@@ -67,7 +67,8 @@ typedef struct {
 
 static void multiply(const matrix *by, const float *x, int64_t rows, float *out, int64_t gated,
                      char *scratch, team *t) {
-    product p = {x, by->in, rows, out, gated ? by->out / 2 : by->out, scratch, gated};
+    product p = {x, by->in, rows, out, gated ? by->out / 2 : by->out, scratch, gated,
+                 team_size(t)};
     if (by->prepare) {
         for (int64_t row; (row = team_next(t)) < rows;) by->prepare(by, &p, row);
         team_meet(t);
@@ -88,13 +89,17 @@ static float scale_of(const float *x, int64_t width, float eps) {
 
 static void normalise(const float *x, const float *weight, int64_t width, float eps, float *out) {
     float scale = scale_of(x, width, eps);
-    for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
+    for (int64_t i = 0; i < width; i += LANES) {
+        vec value = load_some(x + i, width - i) * scale * load_some(weight + i, width - i);
+        store_some(out + i, value, width - i);
+    }
 }
 
 /* The residual stream takes what was computed beside it; its norm goes to h. */
 static void add_and_norm(const job *j, const float *weight, team *t) {
     step *s = j->at;
     int64_t width = j->of->width;
+    part_begins(NORM);
     for (int64_t row; (row = team_next(t)) < s->num_rows;) {
         float *x = s->x + row * width;
         const float *sum = s->sum + row * width;
@@ -122,10 +127,12 @@ static void begin_row(const job *j, int64_t row) {
 
 /* The halves of a head turned against each other. */
 static void rotate(float *head, const float *angles, int64_t half) {
-    for (int64_t f = 0; f < half; f++) {
-        float first = head[f], second = head[half + f];
-        head[f] = first * angles[f] - second * angles[half + f];
-        head[half + f] = second * angles[f] + first * angles[half + f];
+    for (int64_t f = 0; f < half; f += LANES) {
+        int64_t left = half - f;
+        vec first = load_some(head + f, left), second = load_some(head + half + f, left);
+        vec cosine = load_some(angles + f, left), sine = load_some(angles + half + f, left);
+        store_some(head + f, first * cosine - second * sine, left);
+        store_some(head + half + f, second * cosine + first * sine, left);
     }
 }
 
@@ -154,11 +161,13 @@ static void project(const job *j, team *t) {
     const layer *own = &j->of->layers[j->layer];
     step *s = j->at;
     add_and_norm(j, own->attention_norm, t);
+    part_begins(QKV);
     multiply(own->qkv, s->h, s->num_rows, s->qkv, 0, s->scratch, t);
 }
 
 static void write(const job *j, team *t) {
     step *s = j->at;
+    part_begins(WRITE_KV);
     for (int64_t row; (row = team_next(t)) < s->num_rows;) write_row(j, row);
     team_meet(t);
 }
@@ -199,8 +208,10 @@ static void attend_and_project(const job *j, team *t, int member) {
     at.scale = of->scale;
     at.pool = s->pools[j->layer];
     at.scratch = (float *)s->scratch;
+    part_begins(ATTENTION);
     attend(&at, t, member);
     team_meet(t);
+    part_begins(O);
     if (j->layer + 1 == of->num_layers) keep_wanted(j, t, member);
     multiply(own->o, s->attended, s->num_rows, s->sum, 0, s->scratch, t);
 }
@@ -210,6 +221,7 @@ static void feed(const job *j, team *t) {
     step *s = j->at;
     int64_t middle = j->of->middle, width = 2 * middle;
     add_and_norm(j, own->mlp_norm, t);
+    part_begins(GATE_UP);
     multiply(own->gate_up, s->h, s->num_rows, s->inner, own->gate_up->paired, s->scratch, t);
     float *inner = s->inner;
     if (!own->gate_up->paired) { /* into the other half of the buffer, dense */
@@ -224,6 +236,7 @@ static void feed(const job *j, team *t) {
         }
         team_meet(t);
     }
+    part_begins(DOWN);
     multiply(own->down, inner, s->num_rows, s->sum, 0, s->scratch, t);
 }
 
@@ -242,6 +255,7 @@ static void run(team *t, int member, void *about) {
     step *s = j->at;
     const layer *own = &of->layers[j->layer];
     if (j->what & BEGIN) {
+        part_begins(EMBED);
         for (int64_t row; (row = team_next(t)) < s->num_rows;) begin_row(j, row);
         team_meet(t);
     }
@@ -255,6 +269,7 @@ static void run(team *t, int member, void *about) {
     }
     if (j->what & FINISH) {
         add_and_norm(j, of->final_norm, t);
+        part_begins(HEAD);
         multiply(of->lm_head, s->h, s->num_rows, s->logits, 0, s->scratch, t);
     }
     job next = *j;

@@ -70,31 +70,27 @@ void dense_lay_out(const float *rows, int64_t in, int64_t out, int64_t paired, i
     }
 }
 
-/* `rows` rows of x times one panel, of which `width` outputs are real. */
-INLINE void multiply_tile(const int rows, const int narrow, const matrix *at, const product *p,
-                          int64_t row, int64_t panel, int64_t width) {
-    vec low[ROWS], high[ROWS];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) low[r] = high[r] = (vec){};
-    const float *weights = (const float *)at->values + panel * (narrow ? LANES : PANEL) * at->in;
-    tile(rows, narrow, p->x + row * p->x_stride, p->x_stride, 1, weights, at->in, low, high);
+INLINE const float *panel_at(const matrix *at, const int narrow, int64_t panel) {
+    return (const float *)at->values + panel * (narrow ? LANES : PANEL) * at->in;
+}
+
+/* sums[rows][PANEL] of one panel go to their places. */
+static void put_rows(const matrix *at, const product *p, int64_t row, int64_t rows, int64_t panel,
+                     const float *sums) {
+    int64_t width = at->paired ? at->out / 2 - panel * LANES : at->out - panel * PANEL;
     vec bias_low = {}, bias_high = {};
     if (at->bias) {
         bias_low = load(at->bias + panel * PANEL);
         bias_high = load(at->bias + panel * PANEL + LANES);
     }
     float *out = p->out + row * p->out_stride + panel * (at->paired ? LANES : PANEL);
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++, out += p->out_stride) {
-        vec a = low[r] + bias_low, b = high[r] + bias_high;
+    for (int64_t r = 0; r < rows; r++, out += p->out_stride, sums += PANEL) {
+        vec a = load(sums) + bias_low, b = load(sums + LANES) + bias_high;
         if (p->gated) {
             store_some(out, silu(a) * b, width);
         } else if (at->paired) {
             store_some(out, a, width);
             store_some(out + at->out / 2, b, width);
-        } else if (width >= PANEL) {
-            store(out, a);
-            store(out + LANES, b);
         } else {
             store_some(out, a, width);
             if (width > LANES) store_some(out + LANES, b, width - LANES);
@@ -102,15 +98,80 @@ INLINE void multiply_tile(const int rows, const int narrow, const matrix *at, co
     }
 }
 
+/* `rows` rows of x times one panel; `next` is the panel that comes after it. */
+INLINE void multiply_tile(const int rows, const int narrow, const matrix *at, const product *p,
+                          int64_t row, int64_t panel, const float *next) {
+    const int step = narrow ? LANES : PANEL;
+    vec low[ROWS], high[ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) low[r] = high[r] = (vec){};
+    const float *weights = panel_at(at, narrow, panel), *x = p->x + row * p->x_stride;
+    float *out = p->out + row * p->out_stride + panel * (at->paired ? LANES : PANEL);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) __builtin_prefetch(out + r * p->out_stride, 1);
+    int64_t stretch = p->rows < FEW_ROWS ? STRETCH : at->in; /* others fetch what follows in memory */
+    for (int64_t i = 0; i < at->in; i += stretch, weights += stretch * step) {
+        int64_t left = at->in - i;
+        int ends = stretch == STRETCH && left <= STRETCH;
+        fetching ahead = {ends ? next : weights + STRETCH * step, step, step > LINE ? 2 : 1};
+        tile(rows, narrow, x + i, p->x_stride, 1, weights, left < stretch ? left : stretch, ahead,
+             low, high);
+    }
+    _Alignas(64) float sums[ROWS * PANEL];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+        store(sums + r * PANEL, low[r]), store(sums + r * PANEL + LANES, high[r]);
+    put_rows(at, p, row, rows, panel, sums);
+}
+
 INLINE void multiply_rows(const int narrow, const matrix *at, const product *p, int64_t row,
-                          int64_t rows, int64_t panel) {
-    int64_t width = at->paired ? at->out / 2 - panel * LANES : at->out - panel * PANEL;
+                          int64_t rows, int64_t panel, const float *next) {
 #define CASE(n)                                                                                 \
     case n:                                                                                     \
-        multiply_tile(n, narrow, at, p, row, panel, width);                                             \
+        multiply_tile(n, narrow, at, p, row, panel, next);                                      \
         break;
     FOR_ROWS(rows, CASE)
 #undef CASE
+}
+
+/* sums[rows][PANEL] += x times `count` inputs of a panel. */
+INLINE void add_stretch(const int rows, const int narrow, const float *x, int64_t x_stride,
+                        const float *weights, int64_t count, fetching ahead, float *sums) {
+    vec low[ROWS], high[ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+        low[r] = load(sums + r * PANEL), high[r] = load(sums + r * PANEL + LANES);
+    tile(rows, narrow, x, x_stride, 1, weights, count, ahead, low, high);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+        store(sums + r * PANEL, low[r]), store(sums + r * PANEL + LANES, high[r]);
+}
+
+/* More rows than fit the registers, and few enough to wait for memory: they take turns at every
+ * stretch of a panel, and share the fetching of the next one. Were each to go through all of the
+ * panel, the first would wait for memory while the others leave it idle. */
+INLINE void multiply_in_turns(const int narrow, const matrix *at, const product *p, int64_t panel,
+                              const float *next) {
+    const int step = narrow ? LANES : PANEL;
+    int64_t rows = p->rows, at_once = rows_at_once(rows);
+    int64_t lead = (step * at_once + rows - 1) / rows; /* of the fetching, an input */
+    _Alignas(64) float sums[FEW_ROWS * PANEL];
+    memset(sums, 0, rows * PANEL * sizeof(float));
+    const float *weights = panel_at(at, narrow, panel);
+    for (int64_t i = 0; i < at->in; i += STRETCH, weights += STRETCH * step) {
+        int64_t left = at->in - i, count = left < STRETCH ? left : STRETCH;
+        fetching ahead = {left > STRETCH ? weights + STRETCH * step : next, lead, 1};
+        for (int64_t row = 0; row < rows; row += at_once, ahead.from += count * lead) {
+            const float *x = p->x + row * p->x_stride + i;
+#define CASE(n)                                                                                 \
+    case n:                                                                                     \
+        add_stretch(n, narrow, x, p->x_stride, weights, count, ahead, sums + row * PANEL);      \
+        break;
+            FOR_ROWS(row + at_once < rows ? at_once : rows - row, CASE)
+#undef CASE
+        }
+    }
+    put_rows(at, p, 0, rows, panel, sums);
 }
 
 static int64_t panels_per_item(int64_t panels, int64_t rows) {
@@ -123,16 +184,38 @@ static int64_t num_items(const matrix *at, int64_t rows) {
     return (panels + each - 1) / each * runs;
 }
 
+/* One after the other; what is fetched last is the first panel of the item that this member gets
+ * next, if all are equally fast. */
+INLINE void multiply_few(const int narrow, const matrix *at, const product *p, int64_t first,
+                         int64_t last, int64_t panels) {
+    int64_t later = first + p->members * (last - first);
+    for (int64_t panel = first; panel < last; panel++) {
+        int64_t then = panel + 1 < last ? panel + 1 : later < panels ? later : panel;
+        const float *next = panel_at(at, narrow, then);
+        if (p->rows <= ROWS)
+            multiply_rows(narrow, at, p, 0, p->rows, panel, next);
+        else
+            multiply_in_turns(narrow, at, p, panel, next);
+    }
+}
+
 INLINE void multiply_item(const int narrow, const matrix *at, const product *p, int64_t item) {
     int64_t panels = panels_of(at->out, at->paired), each = panels_per_item(panels, p->rows);
     int64_t runs = p->rows < FEW_ROWS ? 1 : (p->rows + ROWS_ITEM - 1) / ROWS_ITEM;
     int64_t first = item / runs * each, last = first + each < panels ? first + each : panels;
-    int64_t row = item % runs * ROWS_ITEM, end = runs == 1 ? p->rows : row + ROWS_ITEM;
+    if (p->rows < FEW_ROWS) {
+        multiply_few(narrow, at, p, first, last, panels);
+        return;
+    }
+    int64_t row = item % runs * ROWS_ITEM, end = row + ROWS_ITEM;
     if (end > p->rows) end = p->rows;
     int64_t at_once = rows_at_once(end - row);
     for (; row < end; row += at_once)
-        for (int64_t panel = first; panel < last; panel++)
-            multiply_rows(narrow, at, p, row, row + at_once < end ? at_once : end - row, panel);
+        for (int64_t panel = first; panel < last; panel++) {
+            int64_t rows = row + at_once < end ? at_once : end - row;
+            const float *next = panel_at(at, narrow, panel + 1 < last ? panel + 1 : first);
+            multiply_rows(narrow, at, p, row, rows, panel, next);
+        }
 }
 
 static void multiply(const matrix *at, const product *p, int64_t item) {

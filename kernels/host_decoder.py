@@ -10,7 +10,6 @@ product, `kernels.paged_attention` for attention.
 
 import ctypes
 import functools
-import sys
 from enum import IntFlag
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +18,11 @@ import torch
 from torch import Tensor
 
 from kernels.compiled import NATIVE, Signatures, loaded
+from kernels.huge_pages import Memory
 
 SOURCE = Path(__file__).with_name("decoder.c")
 BESIDE = [SOURCE.with_name(name) for name in ("attention.c", "dense.c", "team.c")]
 MAX_HEAD_DIM = 256  # of attention.c
-HUGE_PAGE = 2 << 20
-ADVISE_HUGE = 14  # MADV_HUGEPAGE
 
 _address, _count, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES: Signatures = {
@@ -55,6 +53,12 @@ class Part(IntFlag):
     FEED = 8
     FINISH = 16
     PROJECT = 32
+
+
+PARTS = (
+    *("outside", "embed", "norm", "qkv", "write K and V"),
+    *("attention", "o", "gate and up", "down", "head"),
+)  # of team.h, in which a timed team counts
 
 
 class Matrix(ctypes.Structure):
@@ -181,14 +185,22 @@ class HostDecoder(NamedTuple):
         return Team(self.library, size)
 
     def lay_out(
-        self, weight_OI: Tensor, bias_O: Tensor | None, *, paired: bool, narrow: bool = False
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        *,
+        paired: bool,
+        narrow: bool = False,
+        memory: Memory | None = None,
     ) -> tuple[Matrix, list[Tensor]]:
-        """A matrix of fp32 weights, rounded to bf16 if narrow, and the memory that must outlive
-        it.
+        """A matrix of fp32 weights, rounded to bf16 if narrow, and what must outlive it, out of
+        `memory` where others of the model lie, too.
         """
+        memory = memory or Memory(0)
         num_outputs, width = weight_OI.shape
         weight_OI = weight_OI.contiguous()
-        panels = huge(self.library.dense_floats(width, num_outputs, narrow))
+        num_floats = self.library.dense_floats(width, num_outputs, narrow)
+        panels = memory.empty(num_floats, dtype=torch.float32)
         self.library.dense_lay_out(
             weight_OI.data_ptr(), width, num_outputs, paired, narrow, panels.data_ptr()
         )
@@ -287,28 +299,28 @@ class Team:
         )
         return needed
 
+    def times(self) -> Tensor:
+        """Of a timed library: nanoseconds [members, PARTS, computing and waiting] since last asked."""
+        times = torch.empty(self.size, len(PARTS), 2, dtype=torch.int64)
+        self._library.team_times(self._team, times.data_ptr())
+        return times
+
     def __del__(self) -> None:
         if getattr(self, "_team", None):
             self._library.team_ended(self._team)
 
 
-def huge(num_floats: int) -> Tensor:
-    """Memory that the kernel may back with huge pages: a core reads it faster."""
-    memory = torch.empty(num_floats)
-    first = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-    last = (memory.data_ptr() + memory.nbytes) // HUGE_PAGE * HUGE_PAGE
-    if last > first and sys.platform == "linux":
-        ctypes.CDLL(None).madvise(_address(first), ctypes.c_size_t(last - first), ADVISE_HUGE)
-    return memory
-
-
 @functools.cache
-def load() -> HostDecoder | None:
-    """The compiled functions, or None, said once in the log, where they cannot be had."""
+def load(*, timed: bool = False) -> HostDecoder | None:
+    """The compiled functions, or None, said once in the log, where they cannot be had. Teams of a
+    timed library count what `Team.times` tells.
+    """
+    count = {"team_times": (None, [_address, _address])}
     return loaded(
         SOURCE,
         *(NATIVE, "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-lm"),
-        signatures=SIGNATURES,
+        *(("-DTIMED",) if timed else ()),
+        signatures={**SIGNATURES, **count} if timed else SIGNATURES,
         make=HostDecoder,
         otherwise="the decoder is computed by torch, slower",
         beside=BESIDE,

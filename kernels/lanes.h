@@ -86,10 +86,30 @@ INLINE float largest_of(vec value) {
     return at[0];
 }
 
+/* LANES vectors, of which each becomes what stood in its lane of all of them: bit after bit of the
+ * lanes' numbers changes places with the same bit of the vectors'. */
+INLINE void transpose(vec at[LANES]) {
+#pragma GCC unroll 4
+    for (int bit = 1; bit < LANES; bit *= 2) {
+        ivec first, second;
+#pragma GCC unroll 16
+        for (int lane = 0; lane < LANES; lane++) {
+            first[lane] = lane & bit ? LANES + lane - bit : lane;
+            second[lane] = lane & bit ? LANES + lane : lane + bit;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & bit) continue;
+            vec low = at[i], high = at[i + bit];
+            at[i] = __builtin_shuffle(low, high, first);
+            at[i + bit] = __builtin_shuffle(low, high, second);
+        }
+    }
+}
+
 /* 2^x to within 2 ulp for x <= 0; 0 below the smallest normal float, -infinity included. NaN stays
  * NaN, so that who looks at the logits sees it. */
 INLINE vec power_of_2(vec x) {
-    ivec tiny = x < -126.0f;
     vec bounded = larger(all(-126.0f), x);
     vec shifted = bounded + 12582912.0f; /* 1.5 * 2^23: rounds to whole numbers */
     vec whole = shifted - 12582912.0f;
@@ -101,9 +121,14 @@ INLINE vec power_of_2(vec x) {
     y = fused(y, part, all(2.40226507e-1f));
     y = fused(y, part, all(6.93147181e-1f));
     y = fused(y, part, all(1.0f));
-    ivec exponent = (__builtin_convertvector(whole, ivec) + 127) << 23;
+#if defined(__AVX512F__)
+    __mmask16 large = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-126.0f), _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_scalef_ps(large, (__m512)y, (__m512)whole);
+#else
+    ivec tiny = x < -126.0f, exponent = (__builtin_convertvector(whole, ivec) + 127) << 23;
     vec result = y * (vec)exponent;
     return chosen(tiny, (vec){}, result);
+#endif
 }
 
 INLINE vec silu(vec x) {

@@ -17,6 +17,7 @@ typedef struct {
     int64_t out_stride;
     void *scratch; /* of scratch_bytes: what `prepare` makes of x, for all items */
     int64_t gated; /* out = silu(first half) * second half, and half as wide */
+    int64_t members; /* how many make items at once */
 } product;
 
 struct matrix {

@@ -13,7 +13,6 @@ the processor has. Without a compiler the reference does the work.
 
 import ctypes
 import functools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,13 +22,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.compiled import loaded
-from kernels.host_decoder import Matrix, huge
+from kernels.host_decoder import Matrix
+from kernels.huge_pages import Memory
 
 SOURCE = Path(__file__).with_name("packed_linear.c")
 TILE = 16  # outputs that lie side by side
 GROUP = 32
-LINE = 64  # bytes of a cache
-PIECE = 32 << 20  # bytes of memory had at once
 PLAIN, AVX2, VNNI512 = range(3)  # instructions
 
 
@@ -92,25 +90,6 @@ class PackedMatrix:
     def num_bytes(self) -> int:
         mins = 0 if self.mins is None else self.mins.nbytes
         return self.codes.nbytes + self.scales.nbytes + mins
-
-
-class Memory:
-    """Many matrices side by side in large pieces, which huge pages may back.
-
-    A piece lives as long as something in it; with pieces of 0 bytes, everything has its own.
-    """
-
-    def __init__(self, piece_bytes: int = PIECE) -> None:
-        self._piece_bytes = piece_bytes
-        self._left = torch.empty(0, dtype=torch.uint8)
-
-    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        room = -(-num_bytes // LINE) * LINE
-        if room > len(self._left):
-            self._left = huge(max(self._piece_bytes, room) // 4).view(torch.uint8)
-        taken, self._left = self._left[:num_bytes], self._left[room:]
-        return taken.zero_().view(dtype).view(shape)
 
 
 class PackedRows(NamedTuple):

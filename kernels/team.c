@@ -6,7 +6,9 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { LINE = 64, LOOKS = 3000, YIELDS = 50, MOST = 256 };
@@ -21,12 +23,46 @@ struct team {
     void *about;
     int core; /* where member 0 is */
     pthread_t threads[MOST];
+#ifdef TIMED
+    int64_t times[MOST][NUM_PARTS][2];
+#endif
 };
 
 typedef struct {
     team *of;
     int member;
 } seat;
+
+#ifdef TIMED
+static _Thread_local struct {
+    int64_t (*times)[2], since;
+    enum part part;
+} own_time;
+
+static void charge(int waiting) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    int64_t now = t.tv_sec * 1000000000LL + t.tv_nsec;
+    if (own_time.since) own_time.times[own_time.part][waiting] += now - own_time.since;
+    own_time.since = now;
+}
+
+void part_begins(enum part part) {
+    charge(0);
+    own_time.part = part;
+}
+
+void team_times(team *t, int64_t *times) {
+    size_t num_bytes = t->size * sizeof t->times[0];
+    memcpy(times, t->times, num_bytes); /* the others wait in a meeting that has not ended */
+    memset(t->times, 0, num_bytes);
+}
+#define CHARGE(waiting) charge(waiting)
+#define IS_MEMBER(t, member) (own_time.times = (t)->times[member])
+#else
+#define CHARGE(waiting) ((void)0)
+#define IS_MEMBER(t, member) ((void)0)
+#endif
 
 static void breathe(void) {
 #if defined(__x86_64__)
@@ -52,7 +88,7 @@ static void await_round(team *t, uint32_t old) {
     }
 }
 
-void team_meet(team *t) {
+static void meet(team *t) {
     if (t->size == 1) {
         atomic_store_explicit(&t->next, 0, memory_order_relaxed);
         return;
@@ -67,6 +103,12 @@ void team_meet(team *t) {
     atomic_store(&t->round, round + 1);
     if (atomic_load(&t->sleepers))
         syscall(SYS_futex, &t->round, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+void team_meet(team *t) {
+    CHARGE(0);
+    meet(t);
+    CHARGE(1);
 }
 
 int64_t team_next(team *t) {
@@ -93,7 +135,9 @@ static void *belong(void *given) {
     cpu_set_t may;
     CPU_ZERO(&may);
     sched_getaffinity(0, sizeof may, &may);
+    IS_MEMBER(own.of, own.member);
     for (;;) {
+        part_begins(OUTSIDE);
         team_meet(own.of); /* the work begins */
         if (!own.of->work) return NULL;
         leave_core(own.of->core, &may);
@@ -106,9 +150,12 @@ void team_run(team *t, work_fn work, void *about) {
     t->work = work;
     t->about = about;
     t->core = t->size > 1 ? sched_getcpu() : -1;
+    IS_MEMBER(t, 0);
+    part_begins(OUTSIDE);
     team_meet(t);
     work(t, 0, about);
     team_meet(t);
+    part_begins(OUTSIDE);
 }
 
 void team_ended(team *t) {

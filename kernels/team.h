@@ -26,4 +26,17 @@ void team_run(team *, work_fn, void *about);
 void team_meet(team *);
 int64_t team_next(team *);
 
+/* What the calling member is at from here on. Compiled with TIMED, a team counts how long each member
+ * computed and waited at each part (bench/profile_step.py); otherwise this is nothing at all. */
+enum part { OUTSIDE, EMBED, NORM, QKV, WRITE_KV, ATTENTION, O, GATE_UP, DOWN, HEAD, NUM_PARTS };
+
+#ifdef TIMED
+void part_begins(enum part);
+
+/* Nanoseconds [members, NUM_PARTS, computing and waiting] since the last call, by member 0. */
+void team_times(team *, int64_t *times);
+#else
+#define part_begins(part) ((void)0)
+#endif
+
 #endif

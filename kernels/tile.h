@@ -20,25 +20,34 @@ enum {
     ROWS = 4,
 #endif
     LINE = 16, /* floats that come from memory together */
-    /* Without it a core waits for weights and multiplies by turns: 8 rows took 29 ms where they take
-     * 16, 16 rows 46 and 31, one row 15 and 12. A quarter as far ahead gains half of that. */
-    AHEAD = 64 * PANEL,
+    /* Inputs that are multiplied while the next so many are fetched. Without it a core waits for
+     * weights and multiplies by turns: 8 rows took 29 ms where they take 16, 16 rows 46 and 31, one
+     * row 15 and 12. A quarter as many gain half of that. */
+    STRETCH = 64,
 };
+
+/* What to fetch meanwhile: at every input `lines` lines, `step` floats further on. */
+typedef struct {
+    const float *from;
+    int64_t step;
+    int lines;
+} fetching;
 
 /* low, high [rows] += the products of x with a panel of `in` times PANEL weights: floats, or if it is
  * `narrow` bf16, one of the first vector and one of the second in the halves of each word. Arrays of
  * a fixed size are what the compiler keeps in registers: with [rows] it wrote them all back in every
  * turn, at half the speed. */
 INLINE void tile(const int rows, const int narrow, const float *x, const int64_t x_stride,
-                 const int64_t x_step, const float *panel, int64_t in, vec low[ROWS],
-                 vec high[ROWS]) {
+                 const int64_t x_step, const float *panel, int64_t in, fetching ahead,
+                 vec low[ROWS], vec high[ROWS]) {
     const int step = narrow ? LANES : PANEL;
     vec one[ROWS], two[ROWS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) one[r] = low[r], two[r] = high[r];
     for (int64_t i = 0; i < in; i++, panel += step) {
-        __builtin_prefetch(panel + AHEAD);
-        if (step > LINE) __builtin_prefetch(panel + AHEAD + LINE);
+        if (ahead.lines > 0) __builtin_prefetch(ahead.from);
+        if (ahead.lines > 1) __builtin_prefetch(ahead.from + LINE);
+        ahead.from += ahead.step;
         vec a = load(panel), b;
         if (narrow) {
             ivec words = (ivec)a;

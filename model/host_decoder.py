@@ -70,6 +70,10 @@ class CpuDecoder:
         """Of what is kept of the first layer."""
         return 0 if self._known_VQ is None else self._known_VQ.nbytes
 
+    def compute_with(self, team: Team) -> None:
+        """From the next step on, these threads do it."""
+        self._team = team
+
     @torch.no_grad()
     def forward(self, batch: Batch, store: KvStore, on_layer: OnLayer) -> Tensor | None:
         if self._num_known and self._known_VQ is None:

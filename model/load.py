@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from kernels import host_decoder
+from kernels.huge_pages import Memory
 from kernels.launch import launches
 from kvcache.head_map import HeadMap
 from kvcache.spec import CacheSpec
@@ -46,7 +47,7 @@ def load(
     kernel = host_decoder.load() if _suits_cpu(device, dtype) else None
     if kernel is not None:
         team = kernel.team(torch.get_num_threads())
-        make_dense = partial(PanelLinear, kernel, team, narrow=form == "bf16")
+        make_dense = partial(PanelLinear, kernel, team, narrow=form == "bf16", memory=Memory())
         weights = read_weights(config, tensors, shard, device, dtype, make_dense, form)
         if fits(config, weights):
             return CpuDecoder(config, head_map, comm, weights, spec, team, num_known)

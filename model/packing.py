@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.packed_linear import GROUP, TILE, Memory, PackedMatrix, PackedRows
+from kernels.huge_pages import Memory
+from kernels.packed_linear import GROUP, TILE, PackedMatrix, PackedRows
 from model.errors import BadModelFile
 from model.stored_codes import PACKED_TYPES, Packing, block_codes, one_by_one, two_a_byte
 from model.stored_tensor import StoredTensor, TensorBytes

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from kernels.host_decoder import HostDecoder, Matrix, Team
+from kernels.huge_pages import Memory
 from model.linear import Linear
 
 
@@ -33,11 +34,15 @@ class PanelLinear:
         paired: bool = False,
         *,
         narrow: bool = False,
+        memory: Memory | None = None,
     ) -> None:
+        """`memory` holds it, and others of the model."""
         self.out_width, self.in_width = weight_OI.shape
         num_bytes = weight_OI.nbytes // 2 if narrow else weight_OI.nbytes
         self.num_bytes = num_bytes + (0 if bias_O is None else bias_O.nbytes)
-        self.matrix, self._memory = kernel.lay_out(weight_OI, bias_O, paired=paired, narrow=narrow)
+        self.matrix, self._memory = kernel.lay_out(
+            weight_OI, bias_O, paired=paired, narrow=narrow, memory=memory
+        )
         self._kernel = kernel
         self._team = team
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.packed_linear import Memory, PackedMatrix
+from kernels.huge_pages import Memory
+from kernels.packed_linear import PackedMatrix
 from model.config import DecoderConfig
 from model.layers import RmsNorm
 from model.linear import DenseLinear, Linear, PackedLinear

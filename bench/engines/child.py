@@ -61,7 +61,13 @@ class Kvferry:
     """The engine that workers run, stepped by hand: scheduling and sampling are part of it."""
 
     def __init__(
-        self, model: str, threads: int, weights: Any = "dense", comm: Any = None, most: int = MOST
+        self,
+        model: str,
+        threads: int,
+        weights: Any = "dense",
+        comm: Any = None,
+        most: int = MOST,
+        share: Any = share_of,
     ) -> None:
         from engine.clock import MonotonicClock
         from engine.engine import Engine as KvferryEngine
@@ -72,7 +78,7 @@ class Kvferry:
 
         comm = comm or SingleComm()
         num_blocks = most * ROOM // 16
-        _, loaded, store = share_of(model, threads, weights, comm, num_blocks)
+        _, loaded, store = share(model, threads, weights, comm, num_blocks)
         self.pool_bytes = num_blocks * loaded.spec.bytes_per_block(len(store.kv_heads))
         self._engine = KvferryEngine(
             EngineConfig(), loaded, store, BlockPool(num_blocks), comm,
