@@ -1,10 +1,10 @@
-"""Which part of a step takes how long, and how much longer than its bytes and operations must take.
+"""Which part of a step takes how long, and how much longer than its bytes and operations must.
 
-`make bench-profile_step`, two minutes. SmolLM2-135M in the engine that workers run, by a library that
-counts (`TIMED` in kernels/team.h): steps of 1, 4, 8 and 16 sequences at 512 tokens, prompts of 512
-and 2,048. A part's bound is the larger of its bytes over the rate at which memory was read, and of
-its operations over that of a large product, both of the same repetition; what is lost is its time
-beyond that. Waiting is what all members together stood at a part's meetings, over their number.
+`make bench-profile_step`, two minutes. SmolLM2-135M in the engine that workers run, by a library
+that counts (`TIMED` in kernels/team.h): steps of 1, 4, 8 and 16 sequences at 512 tokens, prompts of
+512 and 2,048. A part's bound is the larger of its bytes over the rate at which memory was read, and
+of its operations over that of a large product, both of the same repetition; what is lost is its
+time beyond that. Waiting is what all members together stood at a part's meetings, over their number.
 
     ARGS='--case decode-4 --weights int8 --threads 1 --runs 9' chooses
 """
@@ -24,9 +24,19 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.engine_speed import (
-    CASES, CONTEXT, HEAD, KV_BYTES, KV_WIDTH, LAYERS, MIDDLE, PEERS, WEIGHT_BYTES, WEIGHTS, WIDTH,
+    CASES,
+    CONTEXT,
+    HEAD,
+    KV_BYTES,
+    KV_WIDTH,
+    LAYERS,
+    MIDDLE,
+    PEERS,
+    WEIGHT_BYTES,
+    WEIGHTS,
+    WIDTH,
 )  # fmt: skip
-from bench.engines.child import Kvferry, prompt, share_of
+from bench.engines.child import MOST, Kvferry, prompt, share_of
 from bench.engines.running import Contestant, Running
 from kernels import host_decoder
 from kvferry.transfer_bench.report import Row, row, write
@@ -80,9 +90,7 @@ def prefill_work(tokens: int, weights: str) -> dict[str, Work]:
 
     rows = {part: (LAYERS - 1) * tokens + 1 for part in LAYER_MATRICES}
     rows["qkv"] = LAYERS * tokens
-    work = {
-        part: product(num, LAYERS * steps, rows[part]) for part, num in LAYER_MATRICES.items()
-    }
+    work = {part: product(num, LAYERS * steps, rows[part]) for part, num in LAYER_MATRICES.items()}
     work["attention"] = Work(0.0, 4.0 * (LAYERS - 1) * WIDTH * tokens * (tokens + 1) / 2)
     return work | {"head": product(HEAD, 1, 1.0)}
 
@@ -90,12 +98,14 @@ def prefill_work(tokens: int, weights: str) -> dict[str, Work]:
 class Profiled:
     """The engine over a model whose team counts; rank 0 of one."""
 
-    def __init__(self, threads: int, weights: str) -> None:
+    def __init__(
+        self, threads: int, weights: str, model: str = "smollm2", most: int = MOST
+    ) -> None:
         kernel = host_decoder.load(timed=True)
         assert kernel is not None, "there is nothing to profile without a compiler"
         self.team = kernel.team(threads)
         self.forward_s = 0.0
-        self.engine = Kvferry("smollm2", threads, weights, share=self._share)
+        self.engine = Kvferry(model, threads, weights, most=most, share=self._share)
 
     def _share(self, *asked: Any) -> Any:
         source, model, store = share_of(*asked)
@@ -180,7 +190,9 @@ def profile(profiled: Profiled, limits: Running, case: str, runs: int, weights: 
 
 def shown(case: str, weights: str, parts: Sequence[Part]) -> Table:
     whole = sum(part.taken for part in parts)
-    made = Table(title=f"{case} {weights}: {whole:.1f} ms, {CASES[case] / whole * 1e3:.0f} tokens/s")
+    made = Table(
+        title=f"{case} {weights}: {whole:.1f} ms, {CASES[case] / whole * 1e3:.0f} tokens/s"
+    )
     made.add_column("part")
     for name in ("MB", "GFLOP", "ms", "bound", "of it", "lost", "of all lost", "waited"):
         made.add_column(name, justify="right")

@@ -17,7 +17,7 @@ from engine.step_plan import StepPlan
 from kernels.launch import device_of
 from kvcache.kv_store import KvStore
 from model.batch import Batch
-from model.model import Model
+from model.model import Model, nobody
 
 Ints = npt.NDArray[np.int64]
 
@@ -64,7 +64,8 @@ class Runner:
                 observer.layer_done(layer, plan)
 
         try:
-            logits_RV = self._model.forward(batch, self._store, on_layer)
+            heard = observer is not None or self._store.follows_layers
+            logits_RV = self._model.forward(batch, self._store, on_layer if heard else nobody)
         finally:  # whatever part of it was asked for
             self._store.step_ended()
         if observer is not None:

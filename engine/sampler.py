@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.sampling_params import SamplingParams, choice_seed
 from engine.stop_rules import ending_token_ids
+from kernels.best_tokens import best_tokens
 from kernels.sample_tokens import Filters, sample_tokens
 
 _MASK = 2**64 - 1
@@ -56,15 +57,15 @@ def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[Drawn | None]:
     if not draws:
         return []
     rows_D = torch.tensor([draw.row for draw in draws], device=logits_RV.device)
-    sane_R = torch.isfinite(logits_RV.sum(-1))
-    logits_DV = logits_RV
+    logits_DV, found = logits_RV, best_tokens(logits_RV)
+    sane_R = found.sane_R
     if any(map(_is_shaped, draws)) or [draw.row for draw in draws] != [*range(len(logits_RV))]:
         logits_DV = logits_RV[rows_D]  # a copy, to be written
         for number, draw in enumerate(draws):
             _shape(logits_DV[number], draw)
-    best_D = logits_DV.argmax(-1)
-    possible_D = sane_R[rows_D] & torch.isfinite(logits_DV.gather(1, best_D[:, None])[:, 0])
-    tokens, possible = torch.stack([best_D, possible_D.long()]).tolist()  # one wait for a device
+        found = best_tokens(logits_DV)
+    possible_D = sane_R[rows_D] & found.possible_R
+    tokens, possible = torch.stack([found.best_R, possible_D.long()]).tolist()  # one wait
     for kind in (_is_plain, _is_filtered):
         numbers = [i for i, draw in enumerate(draws) if possible[i] and kind(draw.params)]
         if numbers:

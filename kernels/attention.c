@@ -3,7 +3,7 @@
  * Scores are reduced in tiles of TILE tokens by position, and the context of a lone query in runs
  * of RUN tokens, put together in order at the end. So the block size, the pool's strides, where
  * blocks lie, and how many threads or other sequences there are change no bit of a result. What lies
- * past a context is never read.
+ * past a context is never read, nor, in tiles of their own, what lies between the sinks and a window.
  *
  * A lone query (decode): head dim in the lanes; the query heads of the group share what is read.
  * Several (prefill): rows, that is queries and heads of the group, in the lanes, so that softmax
@@ -32,9 +32,29 @@ INLINE int64_t part_floats(const attention *at) {
     return ceil_of(at->head_dim, LANES) * LANES + LANES;
 }
 
+/* The oldest token that the window of a query at such a position reaches. */
+INLINE int64_t oldest_in_window(const attention *at, int64_t position) {
+    return at->window && position >= at->window ? position + 1 - at->window : 0;
+}
+
+/* Of pieces of `size` tokens, those between the sinks and a window, which nobody reads. */
+typedef struct {
+    int64_t from, count;
+} blind;
+
+INLINE blind blind_pieces(const attention *at, int64_t position, int64_t size) {
+    int64_t from = ceil_of(at->sinks, size), to = oldest_in_window(at, position) / size;
+    return (blind){from, to > from ? to - from : 0};
+}
+
+INLINE int64_t runs_of(const attention *at, int64_t sequence) {
+    int64_t context = at->contexts[sequence];
+    return ceil_of(context, RUN) - blind_pieces(at, context - 1, RUN).count;
+}
+
 static int64_t units_of(const attention *at, int64_t sequence) {
     int64_t queries = at->num_queries[sequence];
-    int64_t each = queries == 1 ? ceil_of(at->contexts[sequence], RUN) : ceil_of(queries, QUERIES);
+    int64_t each = queries == 1 ? runs_of(at, sequence) : ceil_of(queries, QUERIES);
     return each * at->num_kv_heads;
 }
 
@@ -206,11 +226,26 @@ static void find_keys(const attention *at, int64_t sequence, int64_t head, int64
     for (int64_t t = count; t < TILE; t++) keys[t] = keys[count - 1];
 }
 
+/* From `token` on and before `end`, the first token that a lone query sees; those after it in its
+ * tile that it sees as well, itself included, are *count. */
+static int64_t next_seen(const attention *at, int64_t oldest, int64_t token, int64_t end,
+                         int64_t *count) {
+    if (token >= at->sinks && token < oldest) token = oldest;
+    int64_t stop = least(end, (token / TILE + 1) * TILE);
+    if (token < at->sinks && at->sinks < oldest) stop = least(stop, at->sinks);
+    *count = stop > token ? stop - token : 0;
+    return token;
+}
+
 static void lone_unit(const attention *at, int64_t sequence, int64_t head, int64_t run,
                       float *parts) {
     int64_t dim = at->head_dim, vectors = ceil_of(dim, LANES), stride = part_floats(at);
     int64_t tail = dim - (vectors - 1) * LANES;
-    int64_t end = least(at->contexts[sequence], (run + 1) * RUN), group = group_of(at);
+    int64_t context = at->contexts[sequence], group = group_of(at);
+    int64_t oldest = oldest_in_window(at, context - 1);
+    blind between = blind_pieces(at, context - 1, RUN);
+    if (run >= between.from) run += between.count;
+    int64_t end = least(context, (run + 1) * RUN);
     const float *q = at->q + at->first_query[sequence] * at->q_stride + head * group * dim;
     _Alignas(64) float query[MOST_GROUPED * (256 + LANES)];
     int64_t at_once = vectors == 64 / LANES ? MOST_GROUPED : vectors == 128 / LANES ? 2 : 1;
@@ -225,11 +260,17 @@ static void lone_unit(const attention *at, int64_t sequence, int64_t head, int64
                 query[h * stride + d] = q[(first + h) * dim + d] * (at->scale * LOG2_E);
         }
         reading tile = {.now = 0, .to_value = at->plane_stride};
-        find_keys(at, sequence, head, run * RUN, end, tile.keys[0]);
-        for (int64_t token = run * RUN; token < end; token += TILE) {
-            find_keys(at, sequence, head, least(token + TILE, end - 1), end, tile.keys[!tile.now]);
-            lone_heads(heads, vectors, tail, query, part, stride, &tile, least(TILE, end - token));
+        int64_t count, token = next_seen(at, oldest, run * RUN, end, &count);
+        find_keys(at, sequence, head, token, token + count, tile.keys[0]);
+        while (count) {
+            int64_t more, next = next_seen(at, oldest, token + count, end, &more);
+            if (more) /* else those of this one again, which cost nothing to fetch */
+                find_keys(at, sequence, head, next, next + more, tile.keys[!tile.now]);
+            else
+                memcpy(tile.keys[!tile.now], tile.keys[tile.now], sizeof tile.keys[0]);
+            lone_heads(heads, vectors, tail, query, part, stride, &tile, count);
             tile.now = !tile.now;
+            token = next, count = more;
         }
     }
 }
@@ -237,7 +278,7 @@ static void lone_unit(const attention *at, int64_t sequence, int64_t head, int64
 /* Put the runs of one query head together, in order. */
 static void join_runs(const attention *at, int64_t sequence, int64_t query_head, const float *parts) {
     int64_t dim = at->head_dim, vectors = ceil_of(dim, LANES), stride = part_floats(at);
-    int64_t group = group_of(at), runs = ceil_of(at->contexts[sequence], RUN);
+    int64_t group = group_of(at), runs = runs_of(at, sequence);
     const float *first = parts + (query_head / group * runs * group + query_head % group) * stride;
     float top = -INFINITY, total = 0.0f;
     _Alignas(64) float sums[256 + LANES] = {0};
@@ -341,10 +382,14 @@ static void add_values(const float *values, int64_t dim, int64_t count, const fl
 }
 
 /* Scores that rows of half a panel do not see become -infinity; returns the largest of the others. */
-static vec hide(float *scores, int64_t token, int64_t count, const float *position, vec highest) {
+static vec hide(const attention *at, float *scores, int64_t token, int64_t count,
+                const float *position, vec highest) {
     vec rank = load(position);
     for (int64_t t = 0; t < count; t++) {
-        vec score = chosen(rank < (float)(token + t), all(-INFINITY), load(scores + t * PANEL));
+        float far = at->window && token + t >= at->sinks ? (float)at->window : INFINITY;
+        float own = (float)(token + t);
+        ivec unseen = (rank < own) | (rank - far >= own);
+        vec score = chosen(unseen, all(-INFINITY), load(scores + t * PANEL));
         store(scores + t * PANEL, score);
         highest = larger(highest, score);
     }
@@ -353,9 +398,10 @@ static vec hide(float *scores, int64_t token, int64_t count, const float *positi
 
 /* Scores of half a panel become weights; returns what is left of the rows' sums so far. */
 static vec weigh(float *scores, int64_t count, vec most, float *top, float *total) {
-    vec keep = power_of_2(load(top) - most), sum = {};
+    vec level = chosen(most == -INFINITY, (vec){}, most); /* of rows that saw nothing yet */
+    vec keep = power_of_2(load(top) - level), sum = {};
     for (int64_t t = 0; t < count; t++) {
-        vec weight = power_of_2(load(scores + t * PANEL) - most);
+        vec weight = power_of_2(load(scores + t * PANEL) - level);
         store(scores + t * PANEL, weight);
         sum += weight;
     }
@@ -364,19 +410,21 @@ static vec weigh(float *scores, int64_t count, vec most, float *top, float *tota
     return keep;
 }
 
-static void several_panel(const own_scratch *own, int64_t panel, int64_t dim, int64_t token,
-                          int64_t count) {
+static void several_panel(const attention *at, const own_scratch *own, int64_t panel,
+                          int64_t token, int64_t count) {
     const float *position = own->position + panel * PANEL;
-    count = least(count, (int64_t)position[PANEL - 1] + 1 - token);
+    int64_t dim = at->head_dim, from = (int64_t)position[0], to = (int64_t)position[PANEL - 1];
+    count = least(count, to + 1 - token);
     if (count <= 0) return; /* all of its rows come before the tile */
+    if (token >= at->sinks && token + count <= oldest_in_window(at, from)) return; /* or long after */
     float *sums = own->sums + panel * PANEL * dim, *top = own->top + panel * PANEL;
     vec highest[2] = {load(top), load(top + LANES)}, keep[2];
-    int masked = token + count > (int64_t)position[0] + 1;
+    int masked = token + count > from + 1 || token < oldest_in_window(at, to);
     vec before[2] = {highest[0], highest[1]};
     score_panel(own->keys, dim, count, own->queries + panel * PANEL * dim, own->scores, highest);
     for (int h = 0; h < 2; h++) {
         float *scores = own->scores + h * LANES, *total = own->total + panel * PANEL + h * LANES;
-        if (masked) highest[h] = hide(scores, token, count, position + h * LANES, before[h]);
+        if (masked) highest[h] = hide(at, scores, token, count, position + h * LANES, before[h]);
         keep[h] = weigh(scores, count, highest[h], top + h * LANES, total);
     }
     add_values(own->values, dim, count, own->scores, keep, sums);
@@ -447,7 +495,9 @@ static void several_unit(const attention *at, int64_t sequence, int64_t head, in
     int64_t end = least(first + QUERIES, at->num_queries[sequence]), rows = (end - first) * group;
     lay_out_queries(at, sequence, head, first, end, &own);
     int64_t seen = at->contexts[sequence] - at->num_queries[sequence] + end;
+    blind between = blind_pieces(at, seen - (end - first), TILE);
     for (int64_t token = 0; token < seen; token += TILE) {
+        if (token == between.from * TILE) token += between.count * TILE;
         int64_t count = least(TILE, seen - token);
         const float *keys[TILE];
         find_keys(at, sequence, head, token, seen, keys);
@@ -456,7 +506,7 @@ static void several_unit(const attention *at, int64_t sequence, int64_t head, in
             memcpy(own.values + t * dim, keys[t] + at->plane_stride, dim * sizeof(float));
         }
         for (int64_t panel = 0; panel < ceil_of(rows, PANEL); panel++)
-            several_panel(&own, panel, dim, token, count);
+            several_panel(at, &own, panel, token, count);
     }
     put_outputs(at, sequence, head, first, rows, &own);
 }

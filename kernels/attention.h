@@ -12,6 +12,7 @@ typedef struct {
     int64_t q_stride, out_stride;
     int64_t num_query_heads, num_kv_heads, head_dim;
     float scale;
+    int64_t window, sinks; /* a query sees the newest `window` tokens (0: all) and the first `sinks` */
     const float *pool; /* strides in floats; a slot's head is one run of head_dim floats */
     int64_t block_stride, plane_stride, head_stride, slot_stride, num_slots;
     int64_t num_sequences; /* of each: */

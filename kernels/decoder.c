@@ -27,6 +27,7 @@ typedef struct {
     const float *qk_norm;                   /* [heads of q and k, head_dim], or NULL */
     const float *o_bias, *down_bias;        /* [width], or NULL: added once all ranks have added up */
     const matrix *qkv, *o, *gate_up, *down;
+    int64_t window; /* newest tokens that it sees, 0: all */
 } layer;
 
 typedef struct {
@@ -62,7 +63,7 @@ typedef struct {
 typedef struct {
     const decoder *of;
     step *at;
-    int64_t layer, what;
+    int64_t layer, what, times; /* of layers that follow one another */
 } job;
 
 static void multiply(const matrix *by, const float *x, int64_t rows, float *out, int64_t gated,
@@ -206,6 +207,7 @@ static void attend_and_project(const job *j, team *t, int member) {
     at.num_kv_heads = of->num_kv_heads;
     at.head_dim = of->head_dim;
     at.scale = of->scale;
+    at.window = own->window;
     at.pool = s->pools[j->layer];
     at.scratch = (float *)s->scratch;
     part_begins(ATTENTION);
@@ -249,8 +251,7 @@ static void leave(const job *j, team *t, int member, const float *bias, int64_t 
     team_meet(t);
 }
 
-static void run(team *t, int member, void *about) {
-    const job *j = about;
+static void run_layer(const job *j, team *t, int member) {
     const decoder *of = j->of;
     step *s = j->at;
     const layer *own = &of->layers[j->layer];
@@ -281,8 +282,15 @@ static void run(team *t, int member, void *about) {
     if (j->what & WRITE) write(&next, t);
 }
 
-void decoder_run(team *t, const decoder *of, step *at, int64_t layer, int64_t what) {
-    job j = {of, at, layer, what};
+static void run(team *t, int member, void *about) {
+    job own = *(const job *)about;
+    for (; own.times > 0; own.times--, own.layer++) run_layer(&own, t, member);
+}
+
+/* Parts of a layer; where that is a whole one, and the next one's beginning, of several. */
+void decoder_run(team *t, const decoder *of, step *at, int64_t layer, int64_t what,
+                 int64_t times) {
+    job j = {of, at, layer, what, times};
     team_run(t, run, &j);
 }
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.compiled import NATIVE, Signatures, loaded
 from kernels.huge_pages import Memory
+from kernels.paged_attention import EVERYTHING, Sight
 
 SOURCE = Path(__file__).with_name("decoder.c")
 BESIDE = [SOURCE.with_name(name) for name in ("attention.c", "dense.c", "team.c")]
@@ -40,7 +41,7 @@ SIGNATURES: Signatures = {
     ),
     "decoder_rows": (None, [_address, _address, _count, _address]),
     "decoder_attend": (None, [_address, _address]),
-    "decoder_run": (None, [_address, _address, _address, _count, _count]),
+    "decoder_run": (None, [_address, _address, _address, _count, _count, _count]),
 }
 
 
@@ -91,6 +92,7 @@ class Layer(ctypes.Structure):
         ("o", ctypes.POINTER(Matrix)),
         ("gate_up", ctypes.POINTER(Matrix)),
         ("down", ctypes.POINTER(Matrix)),
+        ("window", _count),
     ]
 
 
@@ -124,6 +126,8 @@ class Attention(ctypes.Structure):
         ("num_kv_heads", _count),
         ("head_dim", _count),
         ("scale", _float),
+        ("window", _count),
+        ("sinks", _count),
         ("pool", _address),
         ("block_stride", _count),
         ("plane_stride", _count),
@@ -262,6 +266,7 @@ class Team:
         context_lens_S: Tensor,
         block_tables_SB: Tensor,
         scale: float,
+        sight: Sight = EVERYTHING,
     ) -> Tensor:
         """As `kernels.paged_attention`, over a pool of fp32."""
         q_THD, tables_SB = q_THD.contiguous(), block_tables_SB.contiguous()
@@ -274,6 +279,8 @@ class Team:
             out_stride=q_THD.stride(0),
             num_query_heads=q_THD.shape[1],
             scale=scale,
+            window=sight.window,
+            sinks=sight.sinks,
             num_sequences=len(context_lens_S),
             first_query=query_starts_S1.data_ptr(),
             num_queries=num_queries_S.data_ptr(),
@@ -288,9 +295,10 @@ class Team:
         self._library.decoder_attend(self._team, ctypes.byref(at))
         return out_THD
 
-    def run(self, decoder: Decoder, step: Step, layer: int, parts: int) -> None:
+    def run(self, decoder: Decoder, step: Step, layer: int, parts: int, times: int = 1) -> None:
+        """These parts of a layer, and of as many that follow it."""
         self._library.decoder_run(
-            self._team, ctypes.byref(decoder), ctypes.byref(step), layer, parts
+            self._team, ctypes.byref(decoder), ctypes.byref(step), layer, parts, times
         )
 
     def scratch_bytes(self, decoder: Decoder, step: Step) -> int:
@@ -300,7 +308,7 @@ class Team:
         return needed
 
     def times(self) -> Tensor:
-        """Of a timed library: nanoseconds [members, PARTS, computing and waiting] since last asked."""
+        """Of a timed library: ns [members, PARTS, computing and waiting] since last asked."""
         times = torch.empty(self.size, len(PARTS), 2, dtype=torch.int64)
         self._library.team_times(self._team, times.data_ptr())
         return times

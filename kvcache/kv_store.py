@@ -119,6 +119,11 @@ class KvStore:
         """The live pool_NPHSD of one layer. Who writes to it says so (`kept.forget`)."""
         return self._layers[layer]
 
+    @property
+    def follows_layers(self) -> bool:
+        """Whether `layer_written` does anything."""
+        return self._on_device is not None
+
     def layer_written(self, layer: int) -> None:
         """Said by who computes a step, once it has asked for all of the layer's KV: what is
         gathered of the layer from now on has it in.

@@ -23,7 +23,7 @@ from model.batch import Batch
 from model.comm import Comm
 from model.config import DecoderConfig
 from model.linear import Linear
-from model.model import OnLayer
+from model.model import OnLayer, nobody
 from model.panel_linear import HostLinear
 from model.vocabulary_shard import VocabularyShard
 from model.weights import DecoderWeights, LayerWeights
@@ -85,7 +85,10 @@ class CpuDecoder:
             self._buffers.x_TE[: len(x_TE)] = x_TE
         self._run(step, 0, Part.BEGIN | (Part.WRITE if self._take_known(batch) else OPEN))
         on_layer(0)
-        for layer in range(last):
+        unheard = last if alone and on_layer is nobody else 0  # layers that one call goes through
+        if unheard:
+            self._run(step, 0, LAYER, unheard)
+        for layer in range(unheard, last):
             if alone:
                 self._run(step, layer, LAYER)
             else:
@@ -130,8 +133,8 @@ class CpuDecoder:
         torch.index_select(known_VQ, 0, ids_T, out=self._buffers.qkv_TQ[: len(ids_T)])
         return True
 
-    def _run(self, step: Step, layer: int, parts: Part) -> None:
-        self._team.run(self._decoder, step, layer, parts)
+    def _run(self, step: Step, layer: int, parts: Part, times: int = 1) -> None:
+        self._team.run(self._decoder, step, layer, parts, times)
 
     def _layer_with_others(self, step: Step, layer: int) -> None:
         for part in (Part.ATTEND, Part.FEED):
@@ -236,14 +239,16 @@ def fits(config: DecoderConfig, weights: DecoderWeights) -> bool:
     linears = [weights.embedding, weights.lm_head]
     for layer in weights.layers:
         linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
-    in_c = all(isinstance(linear, HostLinear) for linear in linears) and not any(config.windows)
+    in_c = all(isinstance(linear, HostLinear) for linear in linears)
     return in_c and config.head_dim <= kernel.MAX_HEAD_DIM and config.head_dim % 2 == 0
 
 
 def _describe(
     config: DecoderConfig, head_map: HeadMap, comm: Comm, weights: DecoderWeights
 ) -> kernel.Decoder:
-    layers = (kernel.Layer * len(weights.layers))(*map(_describe_layer, weights.layers))
+    windows = config.windows or (0,) * len(weights.layers)
+    described = map(_describe_layer, weights.layers, windows)
+    layers = (kernel.Layer * len(weights.layers))(*described)
     embedding = _matrix(weights.embedding) if comm.size == 1 else None
     return kernel.Decoder(
         width=config.hidden_size,
@@ -262,7 +267,7 @@ def _describe(
     )
 
 
-def _describe_layer(layer: LayerWeights) -> kernel.Layer:
+def _describe_layer(layer: LayerWeights, window: int) -> kernel.Layer:
     return kernel.Layer(
         attention_norm=layer.attention_norm.weight.data_ptr(),
         mlp_norm=layer.mlp_norm.weight.data_ptr(),
@@ -273,6 +278,7 @@ def _describe_layer(layer: LayerWeights) -> kernel.Layer:
         o=ctypes.pointer(_matrix(layer.o)),
         gate_up=ctypes.pointer(_matrix(layer.gate_up)),
         down=ctypes.pointer(_matrix(layer.down)),
+        window=window,
     )
 
 

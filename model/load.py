@@ -51,8 +51,6 @@ def load(
         weights = read_weights(config, tensors, shard, device, dtype, make_dense, form)
         if fits(config, weights):
             return CpuDecoder(config, head_map, comm, weights, spec, team, num_known)
-        if any(config.windows):
-            log.warning("layers with a sliding window are computed by torch, slower")
     else:
         make_plain = rounded_by_torch if form == "bf16" else dense_by_torch
         weights = read_weights(config, tensors, shard, device, dtype, make_plain, form)

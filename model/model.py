@@ -12,6 +12,10 @@ from model.batch import Batch
 OnLayer = Callable[[int], None]
 
 
+def nobody(layer: int) -> None:
+    """An `on_layer` where nobody asks: a model may go through several layers at once."""
+
+
 class Model(Protocol):
     """One rank's share of a model; the ranks of a group call `forward` with the same batch."""
 

@@ -45,10 +45,12 @@ def share_of(model: str, threads: int, weights: Any, comm: Any, num_blocks: int)
     """One rank's (source, loaded model, store)."""
     import torch
 
+    from kvcache import host_memory
     from kvcache.head_map import HeadMap
     from kvcache.kv_store import KvStore
     from model.source import open_model
 
+    host_memory.keep_freed()  # as every worker does
     torch.set_num_threads(threads)
     source = open_model(model)
     config: Any = source.config

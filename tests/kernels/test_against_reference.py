@@ -42,6 +42,11 @@ def test_a_kernel_equals_its_reference_on_every_shape_and_type(report: str, kern
 def test_every_kernel_is_in_the_report() -> None:
     folder = SCRIPT.parents[2] / "kernels"
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "launch"}
-    in_c = {path.stem for path in folder.glob("*.c")} | {"compiled", "host_cells", "host_decoder", "huge_pages"}
+    in_c = {path.stem for path in folder.glob("*.c")} | {
+        "compiled",
+        "host_cells",
+        "host_decoder",
+        "huge_pages",
+    }
     files -= in_c  # for the CPU, with tests of their own
     assert files == set(NUM_CASES)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.host_decoder import HostDecoder, Team, load
-from kernels.paged_attention import paged_attention_reference
+from kernels.paged_attention import EVERYTHING, Sight, paged_attention_reference
 
 CONTEXTS = [1, 700, 65, 64, 33, 300, 256]
 QUERIES = [1, 1, 65, 3, 33, 130, 1]  # the last of each context
@@ -64,7 +64,7 @@ def test_a_row_is_multiplied_alike_whatever_rows_and_threads_there_are(
     x_TI = torch.randn(150, 130)
     whole = kernel.team(2).multiply(matrix, x_TI)
     alone = kernel.team(1)
-    for start, stop in [(0, 1), (0, 16), (7, 20), (3, 120)]:
+    for start, stop in [(0, 1), (0, 16), (7, 20), (5, 46), (3, 120)]:
         assert torch.equal(alone.multiply(matrix, x_TI[start:stop]), whole[start:stop])
     assert memory
 
@@ -85,6 +85,33 @@ def test_attention_is_the_references_and_paging_changes_no_bit(
             assert torch.equal(found, first), f"blocks of {block_size}"
 
 
+@pytest.mark.parametrize("sight", [Sight(1), Sight(100), Sight(300, 4), Sight(70, 90)])
+@pytest.mark.parametrize(("num_query", "num_kv", "dim"), [(9, 3, 64), (6, 1, 80)])
+def test_attention_through_a_window_is_the_references_and_paging_changes_no_bit(
+    team: Team, kernel: HostDecoder, num_query: int, num_kv: int, dim: int, sight: Sight
+) -> None:
+    kv = [torch.randn(2, num_kv, context, dim) for context in CONTEXTS]
+    q_THD = torch.randn(sum(QUERIES), num_query, dim)
+    first = attended(kernel.team(1), q_THD, kv, 16, fragmented=False, check=True, sight=sight)
+    for block_size in (1, 64):
+        found = attended(team, q_THD, kv, block_size, fragmented=True, sight=sight)
+        assert torch.equal(found, first), f"blocks of {block_size}"
+
+
+@pytest.mark.parametrize(("sight", "unread"), [(Sight(70), (0, 512)), (Sight(200, 3), (64, 384))])
+def test_blocks_between_the_sinks_and_every_window_are_not_read(
+    team: Team, sight: Sight, unread: tuple[int, int]
+) -> None:
+    pool_NPHSD = torch.randn(41, 2, 3, 16, 64)
+    q_THD = torch.randn(51, 6, 64)
+    spans = torch.tensor([0, 50, 51]), torch.tensor([650, 650])
+    arguments = (*spans, torch.arange(41).repeat(2, 1), 0.125, sight)
+    found = team.attention(q_THD, pool_NPHSD, *arguments)
+    pool_NPHSD[unread[0] // 16 : unread[1] // 16] = torch.nan
+    assert found.isfinite().all()
+    assert torch.equal(team.attention(q_THD, pool_NPHSD, *arguments), found)
+
+
 def attended(
     team: Team,
     q_THD: Tensor,
@@ -93,6 +120,7 @@ def attended(
     *,
     fragmented: bool,
     check: bool = False,
+    sight: Sight = EVERYTHING,
 ) -> Tensor:
     """Through a pool whose unused slots are NaN, with planes outside of blocks if fragmented."""
     num_blocks = [-(-context // block_size) for context in CONTEXTS]
@@ -110,7 +138,7 @@ def attended(
             part = kv_PHCD[:, :, index * block_size :][:, :, :block_size]
             pool_NPHSD[block, :, :, : part.shape[2]] = part
     starts_S1 = torch.tensor([0, *torch.tensor(QUERIES).cumsum(0).tolist()])
-    arguments = (q_THD, pool_NPHSD, starts_S1, torch.tensor(CONTEXTS), tables_SB, dim**-0.5)
+    arguments = (q_THD, pool_NPHSD, starts_S1, torch.tensor(CONTEXTS), tables_SB, dim**-0.5, sight)
     found = team.attention(*arguments)
     if check:
         expected = paged_attention_reference(*arguments)
@@ -118,14 +146,15 @@ def attended(
     return found
 
 
-def test_chunks_attend_as_the_whole_prompt_does(team: Team) -> None:
+@pytest.mark.parametrize("sight", [EVERYTHING, Sight(90, 5)])
+def test_chunks_attend_as_the_whole_prompt_does(team: Team, sight: Sight) -> None:
     pool_NPHSD = torch.randn(20, 2, 3, 16, 64)
     q_THD = torch.randn(300, 9, 64)
     tables_SB = torch.arange(20)[None]
 
     def attend(start: int, stop: int) -> Tensor:
         spans = torch.tensor([0, stop - start]), torch.tensor([stop])
-        return team.attention(q_THD[start:stop], pool_NPHSD, *spans, tables_SB, 0.125)
+        return team.attention(q_THD[start:stop], pool_NPHSD, *spans, tables_SB, 0.125, sight)
 
     whole = attend(0, 300)
     for start, stop in [(0, 64), (64, 67), (67, 300)]:
