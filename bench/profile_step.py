@@ -4,7 +4,7 @@
 that counts (`TIMED` in kernels/team.h): steps of 1, 4, 8 and 16 sequences at 512 tokens, prompts of
 512 and 2,048. A part's bound is the larger of its bytes over the rate at which memory was read, and
 of its operations over that of a large product, both of the same repetition; what is lost is its
-time beyond that. Waiting is what all members together stood at a part's meetings, over their number.
+time beyond that. Waiting is what a member stood at a part's meetings, on average.
 
     ARGS='--case decode-4 --weights int8 --threads 1 --runs 9' chooses
 """
