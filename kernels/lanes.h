@@ -91,7 +91,7 @@ INLINE float largest_of(vec value) {
 INLINE void transpose(vec at[LANES]) {
 #pragma GCC unroll 4
     for (int bit = 1; bit < LANES; bit *= 2) {
-        ivec first, second;
+        ivec first = {}, second = {};
 #pragma GCC unroll 16
         for (int lane = 0; lane < LANES; lane++) {
             first[lane] = lane & bit ? LANES + lane - bit : lane;
