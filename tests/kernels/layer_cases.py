@@ -24,7 +24,7 @@ HEADS = [  # KV heads, queries a KV head, head dim, slots of a block
     (3, 3, 64, 16),
     (1, 8, 128, 128),
     (2, 1, 20, 8),
-    (5, 2, 256, 32),
+    (2, 3, 256, 32),
 ]
 
 
