@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from engine.rank_group import GroupConfig, RankGroup, join
-from kvferry.transfer_bench.report import Row, row, table, write
+from kvferry.bench_report import Row, publish, row
 from model.comm import Comm
 
 OUT = Path("bench/out/all_reduce.json")
@@ -63,6 +63,7 @@ def lead(size: int, backend: Any) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     rows: list[Row] = []
     for size in SIZES:
         taken: dict[str, list[list[float]]] = {"memory": [], "gloo": []}
@@ -74,9 +75,7 @@ def main() -> None:
             theirs = [each[number] for each in taken["gloo"]]
             what = f"{size} ranks, {count} x {WIDTH} fp32"
             rows.append(row(what, ours, peer=PEER, peer_values=theirs, unit="us"))
-    Console().print(table(rows))
-    write(OUT, rows, {"cpus": os.cpu_count()})
-    print(f"wrote {OUT}")
+    publish(OUT, rows, Console(), load)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from bench.engines.files import default_file
 from bench.engines.running import Contestant, Running
-from kvferry.transfer_bench.report import Row, plot, row, table, write
+from kvferry.bench_report import Row, plot, publish, row, table
 
 OUT = Path("bench/out/engine.json")
 CONTEXT = 512
@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
     console, began = Console(width=WIDE), time.perf_counter()
+    load = os.getloadavg()[0]
     wanted = chosen(asked.engine or ENGINES, asked.weights or USUAL_FORMS)
     limits = Running(Contestant("limits"), asked.threads)
     engines, missing = started(wanted, asked.threads, console)
@@ -237,15 +238,13 @@ def main() -> None:
         "threads": asked.threads,
         "model": str(default_file().name),
         "left out": missing,
-        "load": os.getloadavg()[0],
         "read GB/s": round(statistics.median(each.read for each in speeds) / 1e9, 1),
         "product GFLOP/s": round(statistics.median(each.multiply for each in speeds) / 1e9),
         "seconds": round(time.perf_counter() - began),
     }
-    console.print(table(rows))
-    write(OUT, rows, about)
+    publish(OUT, rows, console, load, about)
     plot(OUT.with_suffix(".png"), rows, console, unit="tokens/s")
-    console.print(f"{about}\nwrote {OUT}")
+    console.print(about)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ prefill, its multiplications at the rate of one large matrix product; both measu
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -24,7 +25,7 @@ from torch import Tensor
 from kvcache.head_map import HeadMap
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
-from kvferry.transfer_bench.report import Row, row, table, write
+from kvferry.bench_report import Row, publish, row
 from model.batch import Batch
 from model.comm import SingleComm
 from model.config import DecoderConfig
@@ -323,12 +324,11 @@ def main(arguments: list[str]) -> int:
     card = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     sizes = SMALL if options.tiny else FULL
     print(f"{card}: {sizes.config.name}")
+    load = os.getloadavg()[0]
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     rows = measure(sizes, options.device, dtype)
-    Console().print(table(rows))
-    write(options.out, rows, {"device": card, "model": sizes.config.name})
-    print(f"wrote {options.out}")
-    return 0
+    about = {"device": card, "model": sizes.config.name}
+    return publish(options.out, rows, Console(), load, about)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ import numpy as np
 from redis.asyncio import Redis
 from rich.console import Console
 
+from kvferry.bench_report import Row, line, publish, row
 from kvferry.index_bench.peers import dynamo
 from kvferry.index_bench.prompts import PROMPT_BLOCKS, Size
 from kvferry.index_bench.stage import Stage, stage
 from kvferry.replay.command import silence
-from kvferry.transfer_bench.report import Row, line, row, table, write
 from prefix_index.compact_table import CompactTable, open_table
 from prefix_index.events import EVENT_BYTES, PackedEvents
 from prefix_index.prefix_table import Life
@@ -193,14 +193,7 @@ def main() -> int:
         rows = asyncio.run(through_redis(Size(asked.workers, asked.blocks)))
     else:
         rows = everything(asked.full)
-    console = Console(width=130)
-    console.print(table(rows))
-    write(OUT, rows, {"machine": {"cpus": os.cpu_count(), "load": round(load, 2)}})
-    missed = [each.what for each in rows if each.share_of_limit and each.share_of_limit > 1]
-    for what in missed:
-        console.print(f"MISSED: {what}", highlight=False)
-    console.print(f"load before: {load:.2f}; rows: {OUT}", highlight=False)
-    return 1 if missed else 0
+    return publish(OUT, rows, Console(width=130), load, bars=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvcache.head_map import HeadMap
 from kvcache.kv_store import KvStore
-from kvferry.transfer_bench.report import Row, row, table, write
+from kvferry.bench_report import Row, publish, row
 from model.batch import Batch
 from model.comm import SingleComm
 from model.host_decoder import CpuDecoder
@@ -92,10 +92,9 @@ def measure(model: str, rounds: int) -> list[Row]:
 
 def main(model: str = "smollm2", rounds: str = str(ROUNDS)) -> None:
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     rows = measure(model, int(rounds))
-    Console().print(table(rows))
-    write(OUT, rows, {"cpus": os.cpu_count(), "load": os.getloadavg()[0]})
-    print(f"wrote {OUT}")
+    publish(OUT, rows, Console(), load)
 
 
 if __name__ == "__main__":

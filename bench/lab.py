@@ -4,18 +4,19 @@
 """
 
 import asyncio
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
 
+from kvferry.bench_report import Row, publish, row
 from kvferry.lab.lab import Lab, running_lab
 from kvferry.lab.namespaces import why_no_namespaces
 from kvferry.lab.topology import parse_topology
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.pair import Pair, processes
-from kvferry.transfer_bench.report import Row, row, table, write
 
 OUT = Path("bench/out/lab.json")
 LINK = "200mbit,5ms"
@@ -42,6 +43,7 @@ async def main() -> None:
     if reason := why_no_namespaces():
         console.print(f"not measured: {reason}")
         return
+    load = os.getloadavg()[0]
     rows: list[Row] = []
     topology = parse_topology("prefill,decode", [LINK])
     with tempfile.TemporaryDirectory() as folder:
@@ -52,9 +54,8 @@ async def main() -> None:
             for wire in WIRES:
                 for concurrency in CONCURRENCY:
                     rows.append(await measure(pair, lab, wire, concurrency))
-    console.print(table(rows))
-    write(OUT, rows, {"link": LINK, "limit": "one plain TCP connection over the same link"})
-    console.print(f"wrote {OUT}")
+    about = {"link": LINK, "limit": "one plain TCP connection over the same link"}
+    publish(OUT, rows, console, load, about)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 from rich.console import Console
-from rich.table import Table
 
 from kvcache.block_pool import BlockPool
 from kvcache.ledger import Ledger
 from kvcache.ledger_pages import PageConfig
 from kvcache.ledger_row import ROW_BYTES, Account, Book, Origin, Reason
 from kvferry.audit.audit import audit
+from kvferry.bench_report import Row, publish, row
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.ends import DecodeEnd, PrefillEnd
-from kvferry.transfer_bench.report import Row, row, write
 
 OUT = Path("bench/out/ledger.json")
 ORIGIN = Origin("bench", "i", 1, "decode", 0, 1)
@@ -143,19 +142,7 @@ async def measure() -> list[Row]:
 def main() -> None:
     load = os.getloadavg()[0]
     rows = asyncio.run(measure())
-    table = Table()
-    for heading in ("what", "least, or median", "without", "ratio", "runs", "spread"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    for each in rows:
-        without = f"{each.peer_value:.2f}" if each.peer_value is not None else ""
-        ratio = f"{each.ratio:.3f}" if each.ratio is not None else ""
-        cells = (f"{each.ours:.4g} {each.unit}", without, ratio, str(each.runs))
-        table.add_row(each.what, *cells, f"{each.spread:.0%}")
-    console = Console(width=110)
-    console.print(table)
-    about = {"bench": "ledger", "machine": {"cpus": os.cpu_count(), "load": round(load, 2)}}
-    write(OUT, rows, about)
-    console.print(f"load before: {load:.2f}; rows: {OUT}", highlight=False)
+    publish(OUT, rows, Console(width=110), load)
 
 
 if __name__ == "__main__":

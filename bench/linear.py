@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kernels.packed_linear import load
-from kvferry.transfer_bench.report import Row, row, table, write
+from kvferry.bench_report import Row, publish, row
 from model.linear import DenseLinear, Linear, PackedLinear
 from model.packing import pack_values
 from model.weight_form import WeightForm
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
+    load_before = os.getloadavg()[0]
     kernel = load()
     if kernel is not None and asked.instructions is not None:
         wanted = INSTRUCTIONS.index(asked.instructions)
@@ -115,9 +116,8 @@ def main() -> None:
             rows.append(row(f"{name}, {count} rows", ours, limit, peer, theirs, unit="rows/s"))
     used = "torch" if kernel is None else INSTRUCTIONS[kernel.instructions]
     print(f"read speed {max(speeds) / 1e9:.1f} GB/s; instructions: {used}")
-    Console().print(table(rows))
-    write(OUT, rows, {"threads": asked.threads, "instructions": used, "read_bytes_per_s": speeds})
-    print(f"wrote {OUT}")
+    about = {"threads": asked.threads, "instructions": used, "read_bytes_per_s": speeds}
+    publish(OUT, rows, Console(), load_before, about)
 
 
 if __name__ == "__main__":

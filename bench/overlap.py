@@ -11,6 +11,7 @@ link while it is idle:
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -27,6 +28,7 @@ from rich.console import Console
 
 from decode_worker.settings import DecodeSettings
 from engine.clock import MonotonicClock
+from kvferry.bench_report import Row, publish, row
 from kvferry.lab.lab import Lab, running_lab
 from kvferry.lab.namespaces import why_no_namespaces
 from kvferry.lab.redis_in_node import redis_in
@@ -35,7 +37,6 @@ from kvferry.launcher import Part, Role
 from kvferry.local_launcher import LocalLauncher, role_command
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.pair import processes
-from kvferry.transfer_bench.report import Row, row, table, write
 from prefill_worker.settings import PrefillSettings
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
@@ -198,15 +199,14 @@ async def main() -> None:
     if reason := why_no_namespaces():
         console.print(f"not measured: {reason}")
         return
+    load = os.getloadavg()[0]
     topology = parse_topology("prefill,decode", [LINK])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         async with running_lab(topology, folder / "lab", "namespaces") as lab:
             rows = report(*await measure(lab, folder / "cluster"))
-    console.print(table(rows))
     about = {"link": LINK, "limit": "1: all of the time of the same bytes alone on the same link"}
-    write(OUT, rows, about)
-    console.print(f"wrote {OUT}")
+    publish(OUT, rows, console, load, about)
 
 
 if __name__ == "__main__":

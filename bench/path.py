@@ -21,10 +21,10 @@ from rich.console import Console
 
 from bench.engines.running import Contestant, Running
 from engine.clock import MonotonicClock
+from kvferry.bench_report import publish, row
 from kvferry.cluster import running_cluster
 from kvferry.redis_server import free_port
 from kvferry.settings import Settings, load
-from kvferry.transfer_bench.report import row, table, write
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from transport.grpc_options import channel_options
@@ -102,7 +102,7 @@ async def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
-    console = Console()
+    console, load = Console(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         through, bare = await measure(Path(name), asked.threads, asked.runs, console)
     whole = f"{NUM_TOKENS} prompt and {NUM_OUTPUT} output tokens"
@@ -115,9 +115,7 @@ async def main() -> None:
     for what, part in parts.items():
         ours, theirs = [part(*each) for each in through], [part(*each) for each in bare]
         rows.append(row(what, ours, (), "the bare engine", theirs, "s"))
-    console.print(table(rows))
-    write(OUT, rows, {"threads": asked.threads, "load": os.getloadavg()[0]})
-    console.print(f"wrote {OUT}")
+    publish(OUT, rows, console, load, {"threads": asked.threads})
 
 
 if __name__ == "__main__":

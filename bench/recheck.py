@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 
 from rich.console import Console
-from rich.table import Table
 
 from engine.clock import MonotonicClock
 from engine.engine import Engine, EngineConfig
@@ -20,7 +19,7 @@ from engine.request import Output, Request
 from engine.sampling_params import SamplingParams
 from kvcache.block_pool import BlockPool
 from kvcache.kv_store import KvStore
-from kvferry.transfer_bench.report import Row, row, write
+from kvferry.bench_report import Row, publish, row
 from model.comm import SingleComm
 from model.source import ModelSource, open_model
 from worker.rank_parts import RankParts, build_rank
@@ -109,18 +108,7 @@ def measure() -> list[Row]:
 def main() -> None:
     load = os.getloadavg()[0]
     rows = measure()
-    table = Table()
-    for heading in ("what", "median", "none checked", "runs", "spread"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    for each in rows:
-        peer = f"{each.peer_value:.2f}" if each.peer_value is not None else ""
-        cells = (f"{each.ours:.4g} {each.unit}", peer, str(each.runs), f"{each.spread:.0%}")
-        table.add_row(each.what, *cells)
-    console = Console(width=110)
-    console.print(table)
-    about = {"bench": "recheck", "machine": {"cpus": os.cpu_count(), "load": round(load, 2)}}
-    write(OUT, rows, about)
-    console.print(f"load before: {load:.2f}; rows: {OUT}", highlight=False)
+    publish(OUT, rows, Console(width=110), load)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from rich.console import Console
 
 from engine.clock import MonotonicClock
 from kvcache.block_hash import PUBLIC, BlockHash, Namespace, index_names
+from kvferry.bench_report import Row, line, publish, row
 from kvferry.die_with_parent import wrap
 from kvferry.index_bench.peers import dynamo
 from kvferry.index_bench.prompts import BLOCK_SIZE, SPACE, Size, names_of, prompt
 from kvferry.index_bench.stage import Stage, decision, fleet_of, stage
 from kvferry.replay.command import silence
-from kvferry.transfer_bench.report import Row, line, row, table, write
 from prefix_index.mirror import Mirror
 from router.fleet import Fleet
 from router.sightings import Sightings
@@ -196,14 +196,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     silence()
     rows = asyncio.run(measure(Size(asked.workers, asked.blocks)))
-    console = Console(width=130)
-    console.print(table(rows))
-    write(OUT, rows, {"machine": {"cpus": os.cpu_count(), "load": round(load, 2)}})
-    missed = [each.what for each in rows if each.share_of_limit and each.share_of_limit > 1]
-    console.print(f"load before: {load:.2f}; rows: {OUT}", highlight=False)
-    for what in missed:
-        console.print(f"MISSED: {what}", highlight=False)
-    return 1 if missed else 0
+    return publish(OUT, rows, Console(width=130), load, bars=True)
 
 
 if __name__ == "__main__":

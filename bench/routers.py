@@ -31,10 +31,10 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from engine.clock import MonotonicClock
+from kvferry.bench_report import Row, line, publish, row
 from kvferry.index_bench.peers import peer_program
 from kvferry.index_bench.processes import first_line, process
 from kvferry.redis_server import free_port, redis_server
-from kvferry.transfer_bench.report import Row, line, row, table, write
 
 OUT = Path("bench/out/routers.json")
 PUPPETS = 8
@@ -196,11 +196,7 @@ def main() -> int:
     asked = parser.parse_args()
     load_before = os.getloadavg()[0]
     rows = asyncio.run(run(asked.runs, asked.seconds, lambda text: print(text, flush=True)))
-    console = Console(width=120)
-    console.print(table(rows))
-    write(OUT, rows, {"machine": {"cpus": os.cpu_count(), "load": round(load_before, 2)}})
-    console.print(f"load before: {load_before:.2f}; rows: {OUT}", highlight=False)
-    return 0
+    return publish(OUT, rows, Console(width=120), load_before)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ ready once its warm-up has made tokens. The limits: 6 s, and its weights, its po
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from rich.console import Console
 from bench.engine_speed import MORE_BYTES, WEIGHT_BYTES
 from bench.engines.running import Contestant, Running, memory_of
 from engine.clock import Clock, MonotonicClock
+from kvferry.bench_report import Row, publish, row, table
 from kvferry.launcher import Part, PartEvent, PartState, Role
 from kvferry.local_launcher import LocalLauncher
 from kvferry.redis_server import redis_server
 from kvferry.settings import Settings, load
 from kvferry.state import only_cluster
-from kvferry.transfer_bench.report import Row, row, table, write
 from model.source import open_model
 
 OUT = Path("bench/out/start.json")
@@ -69,13 +70,13 @@ def peer_start() -> list[float]:
     return [running.start_s]
 
 
-async def main() -> None:
+async def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--weights", action="append", choices=FORMS)
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--peer", action="store_true")
     asked = parser.parse_args()
-    console, rows = Console(), list[Row]()
+    console, rows, load = Console(), list[Row](), os.getloadavg()[0]
     theirs = await asyncio.to_thread(peer_start) if asked.peer else []
     with tempfile.TemporaryDirectory() as name:
         for form in asked.weights or FORMS[:2]:
@@ -84,9 +85,8 @@ async def main() -> None:
             rows.append(row(what, seconds, [MAY_TAKE_S], peer, theirs, "s"))
             rows.append(row(f"{form}: resident", held, [may], unit="MiB"))
             console.print(table(rows[-2:]))
-    write(OUT, rows, {"load": os.getloadavg()[0]})
-    console.print(f"wrote {OUT}")
+    return publish(OUT, rows, console, load, bars=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(asyncio.run(main()))

@@ -20,7 +20,7 @@ from rich.console import Console
 from bench.engines.child import ROOM, Kvferry, prompt, share_of
 from engine import follower
 from engine.rank_group import GroupConfig, RankGroup, join
-from kvferry.transfer_bench.report import Row, row, table, write
+from kvferry.bench_report import Row, publish, row, table
 
 OUT = Path("bench/out/tp.json")
 MODEL = "smollm2"
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    console, rows = Console(), list[Row]()
+    console, rows, load = Console(), list[Row](), os.getloadavg()[0]
     for size in asked.size or SIZES:
         for batch in asked.batch or BATCHES:
             taken: dict[str, list[tuple[float, float]]] = {"memory": [], "gloo": []}
@@ -98,8 +98,7 @@ def main() -> None:
             theirs, limit = zip(*taken["gloo"], strict=True)
             rows.append(row(what, ours, limit, PEER, theirs, "tokens/s"))
             console.print(table(rows[-1:]))
-    write(OUT, rows, {"cpus": os.cpu_count(), "load": os.getloadavg()[0]})
-    console.print(f"wrote {OUT}")
+    publish(OUT, rows, console, load)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """`kvferry bench transfer`: load on every wire, beside what the wire itself could carry."""
 
 import os
-import platform
 import statistics
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -10,13 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvferry.bench_report import Row, line, plot, publish, row
 from kvferry.errors import CommandError
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.limits import COLD_WIRES
 from kvferry.transfer_bench.pair import Pair, processes
 from kvferry.transfer_bench.peers import PEERS, RunningPeer, default_python
 from kvferry.transfer_bench.plan import Wanted, cases
-from kvferry.transfer_bench.report import Row, line, plot, row, table, write
 
 NOT_INSTALLED = "not installed (make bench-peers-env)"
 LEAST_RUNS = 7  # for a median worth quoting
@@ -59,18 +58,10 @@ async def bench_transfer(
                 console.print(line(each), highlight=False, soft_wrap=True)
             rows += fresh
     rows += _digest_costs(planned, rows)
-    console.print(table(rows))
     for name, why in missing.items():
         console.print(f"{name}: not measured: {why}", highlight=False, soft_wrap=True)
-    load = (round(load_before, 2), round(os.getloadavg()[0], 2))
-    console.print(f"load of the machine before and after: {load[0]}, {load[1]}", highlight=False)
-    about = {
-        "bench": "transfer",
-        "machine": {"cpus": os.cpu_count(), "system": platform.platform(), "load": load},
-        "not_measured": missing,
-    }
-    write(out, rows, about)
-    console.print(f"rows: {out}", highlight=False, soft_wrap=True)
+    about = {"bench": "transfer", "not_measured": missing}
+    publish(out, rows, console, load_before, about)
     if picture is not None:
         plot(picture, rows, console)
     return rows

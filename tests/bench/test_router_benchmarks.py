@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from bench import ceiling, index, route, routers
+from kvferry.bench_report import Row
 from kvferry.index_bench.processes import first_line, process
 from kvferry.index_bench.prompts import Size
-from kvferry.transfer_bench.report import Row
 
 SMALL = Size(num_workers=4, num_blocks=4096)
 
@@ -32,7 +32,7 @@ async def test_index_recovers_and_its_table_is_compact(capsys: pytest.CaptureFix
 
 
 async def test_ceiling_asks_a_real_router_and_a_relay() -> None:
-    assert len(figures(await ceiling.run(runs=1, seconds=0.05))) == 6
+    assert len(figures(await ceiling.run(runs=1, seconds=0.05))) == 8
 
 
 async def test_routers_are_asked_over_http_before_backends_that_answer_at_once() -> None:

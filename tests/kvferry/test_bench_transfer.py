@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from kvferry.bench_report import Row, row, table
 from kvferry.cli import app
 from kvferry.errors import CommandError
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.plan import Wanted, cases, parse_pairs, wanted_of
-from kvferry.transfer_bench.report import Row, row, table
 
 
 def test_each_dimension_is_varied_by_itself() -> None:

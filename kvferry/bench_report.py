@@ -1,8 +1,10 @@
 """What was measured: as rows for machines, as a table and as a picture for people."""
 
 import json
+import os
+import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,32 @@ def write(path: Path, rows: Sequence[Row], about: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {**about, "rows": [asdict(each) for each in rows]}
     path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def publish(
+    out: Path,
+    rows: Sequence[Row],
+    console: Console,
+    load_before: float,
+    about: Mapping[str, Any] | None = None,
+    *,
+    bars: bool = False,
+) -> int:
+    """How every benchmark ends: the table, the rows as JSON beside what the machine was, and what
+    was missed. `load_before` is `os.getloadavg()[0]` of before it began. With `bars` a row's limit
+    is the most that it may be, and more is a miss; else it is what nothing can exceed. Returns what
+    to exit with: 1 where something was missed.
+    """
+    console.print(table(rows))
+    load = [round(load_before, 2), round(os.getloadavg()[0], 2)]
+    machine = {"cpus": os.cpu_count(), "system": platform.platform(), "load": load}
+    write(out, rows, {"bench": out.stem, "machine": machine, **(about or {})})
+    said = f"load of the machine before and after: {load[0]}, {load[1]}; rows: {out}"
+    console.print(said, highlight=False, soft_wrap=True)
+    missed = [each.what for each in rows if bars and (each.share_of_limit or 0) > 1]
+    for what in missed:
+        console.print(f"MISSED: {what}", highlight=False, soft_wrap=True)
+    return 1 if missed else 0
 
 
 def plot(path: Path, rows: Sequence[Row], console: Console, unit: str = "GB/s") -> None:
