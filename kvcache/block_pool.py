@@ -270,6 +270,11 @@ class BlockPool:
             for account, count in counts.items():
                 self._ledger.post(Book.BLOCKS, account, account, Reason.COUNTED, count=count)
 
+    @property
+    def num_events(self) -> int:
+        """That `drain_events` would return."""
+        return len(self._events)
+
     def drain_events(self) -> list[BlockEvent]:
         """What became resident and what ceased to since the last call, net, in an order in which
         no name ever stands without its parent.

@@ -97,6 +97,12 @@ class Announcer:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    @property
+    def silent_until(self) -> float:
+        """Before then a step says nothing unless `source` has news."""
+        waits = self.state is AnnouncerState.OUTSIDE or self._pending
+        return -math.inf if waits else self._heartbeat_due
+
     async def run(self) -> None:
         """Announce until cancelled, then leave. Returns by itself only when FENCED.
 

@@ -1,20 +1,26 @@
 """`kvferry capacity`: goodput by split, and the smallest fleet for a load."""
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvferry.errors import CommandError
-from kvferry.replay.capacity import Capacity, Found, Split, splits
+from kvferry.replay.capacity import Capacity, Found, Split, Trial, splits
 from kvferry.replay.command import silence
 from kvferry.replay.report import COLOURS
+from kvferry.replay.steadiness import may_mislead
+from kvferry.replay.trials import Trials
 
 
 def capacity_command(
@@ -24,34 +30,68 @@ def capacity_command(
     out: Path,
     picture: Path,
     console: Console,
+    pool: Executor | None = None,
 ) -> list[Found]:
-    """Search, show, and leave the figures in `out`. Raises CommandError."""
-    asked.targets.check()
-    if max_workers < 2:
-        raise CommandError(f"--max-workers {max_workers}: a fleet has at least 2")
+    """Search, show, and leave the figures in `out`; without a `pool` in as many processes as there
+    are cores. Raises CommandError.
+    """
+    _refuse(asked, max_workers)
     silence()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def watch(split: Split, at: float, share: float) -> None:
-            bar.update(task, description=f"{split} at {at:.3g} requests/s: {share:.1%} in time")
-
-        searching = replace(asked, watch=watch)
-        if rate is None:
-            sizes = range(2, max_workers + 1)
-            found = [searching.goodput(split) for size in sizes for split in splits(size)]
-            wanted: list[tuple[Split, float]] = []
-        else:
-            wanted = searching.smallest(rate, max_workers)
-            found = [searching.goodput(split) for split, _ in wanted]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with ExitStack() as stack:
+        pool = pool or stack.enter_context(
+            ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
+        )
+        bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        trials = Trials(asked, pool, _Bar(asked, stack.enter_context(bar)))
+        wanted = trials.smallest(rate, max_workers) if rate is not None else []
+        found = trials.goodput([split for split, _ in wanted] or _all(max_workers))
     console.print(table(found, rate))
     if rate is not None:
         console.print(verdict(wanted, asked, rate), highlight=False, soft_wrap=True)
-    _write(out, asked, rate, found, wanted)
+    doubts = list(may_mislead(asked, found))
+    for sentence in doubts:
+        console.print(f"too short: {sentence}", style="yellow", highlight=False, soft_wrap=True)
+    _write(out, asked, rate, found, wanted, doubts)
     console.print(f"figures: {out}", highlight=False, soft_wrap=True)
     plot(picture, found, rate, console)
     return found
+
+
+def _refuse(asked: Capacity, max_workers: int) -> None:
+    asked.targets.check()
+    if max_workers < 2:
+        raise CommandError(f"--max-workers {max_workers}: a fleet has at least 2")
+    targets, best = asked.targets, asked.best_share()
+    if best < targets.share:
+        raise CommandError(
+            f"no fleet keeps --ttft {targets.ttft_ms / 1000:g} and --per-token"
+            f" {targets.tpot_ms / 1000:g} for {targets.share:.1%} of the requests: only {best:.1%}"
+            " could be in time if each were served alone and everything stayed cached"
+        )
+
+
+def _all(max_workers: int) -> list[Split]:
+    return [split for size in range(2, max_workers + 1) for split in splits(size)]
+
+
+class _Bar:
+    """How far the search is, and what the last replay found."""
+
+    def __init__(self, asked: Capacity, bar: Progress) -> None:
+        self._asked = asked
+        self._bar = bar
+        self._task = bar.add_task("", total=None)
+
+    def replayed(self, trial: Trial, share: float) -> None:
+        kept = share >= self._asked.targets.share
+        said = f"{share:.1%} in time" if kept or trial.whole else "too many late"
+        self._bar.update(
+            self._task, description=f"{trial.split} at {trial.rate:.3g} requests/s: {said}"
+        )
+
+    def got_to(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
 
 
 def table(found: Sequence[Found], rate: float | None) -> Table:
@@ -85,6 +125,7 @@ def _write(
     rate: float | None,
     found: Sequence[Found],
     wanted: Sequence[tuple[Split, float]],
+    doubts: Sequence[str],
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     options = asdict(asked.options) | {"policy": asked.options.policy.value}
@@ -95,6 +136,7 @@ def _write(
         "rate": rate,
         "at_rate": [{**asdict(split), "in_time": share} for split, share in wanted],
         "goodput": [asdict(each) for each in found],
+        "too_short": list(doubts),
     }
     path.write_text(json.dumps(about, indent=2) + "\n")
 

@@ -107,9 +107,9 @@ class Crew:
         record = await self._record(name, Role.PREFILL, replica.load())
         self.prefills[record.instance] = replica
         if self._pool is None:
-            self._live(record, replica.news, replica.resident)
+            self._live(record, replica.news, pool, replica.resident)
         else:
-            self._live(record, lambda: (replica.load(), []), list)
+            self._live(record, lambda: (replica.load(), []), None, list)
 
     async def _begin_decode(self, name: str) -> None:
         pool = BlockPool(self._options.decode_tokens // self._trace.block_tokens)
@@ -123,24 +123,29 @@ class Crew:
         )
         record = await self._record(name, Role.DECODE, replica.load())
         self.decodes[record.instance] = replica
-        self._live(record, replica.news, replica.resident)
+        self._live(record, replica.news, pool, replica.resident)
 
     def _live(
         self,
         record: WorkerRecord,
         source: Callable[[], tuple[Load, Sequence[BlockEvent]]],
+        pool: BlockPool | None,
         held: Callable[[], Sequence[BlockEvent]],
     ) -> None:
+        def num_new() -> int:
+            return pool.num_events if pool else 0
+
+        news = LateNews(source, num_new, self._clock, self._options.index_lag_s)
         announcer = Announcer(
             self.index,
             record,
-            source=LateNews(source, self._clock, self._options.index_lag_s),
+            source=news,
             resident=held,
             clock=self._clock,
             heartbeat_s=HEARTBEAT_S,
             lease_s=LEASE_S,
         )
-        task = asyncio.create_task(_announce(announcer, self._clock))
+        task = asyncio.create_task(_announce(announcer, news, self._clock))
         self._living[record.name] = (record.instance, task)
 
     async def _record(self, name: str, role: Role, load: Load) -> WorkerRecord:
@@ -183,7 +188,12 @@ class Crew:
         return self._options.num_replicas * self._options.cache_tokens // self._trace.block_tokens
 
 
-async def _announce(announcer: Announcer, clock: Clock) -> None:
-    """`Announcer.run` without its goodbye: a worker that dies says none."""
+async def _announce(announcer: Announcer, news: LateNews, clock: Clock) -> None:
+    """`Announcer.run` without its goodbye, as a worker that dies says none, and without the steps
+    in which it would say nothing, which are most of a replay's.
+    """
     while True:
-        await clock.sleep(await announcer.step())
+        wait_s = await announcer.step()
+        await clock.sleep(wait_s)
+        while clock.now() < announcer.silent_until and not news.waiting:
+            await clock.sleep(wait_s)

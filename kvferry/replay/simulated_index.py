@@ -26,12 +26,22 @@ class LateNews:
     """What a worker has to say, as an announcer asks for it: its load at once, its blocks late."""
 
     def __init__(
-        self, source: Callable[[], tuple[Load, Sequence[BlockEvent]]], clock: Clock, lag_s: float
+        self,
+        source: Callable[[], tuple[Load, Sequence[BlockEvent]]],
+        num_new: Callable[[], int],
+        clock: Clock,
+        lag_s: float,
     ) -> None:
         self._source = source
+        self._num_new = num_new
         self._clock = clock
         self._lag_s = lag_s
         self._held: deque[tuple[float, Sequence[BlockEvent]]] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are blocks to tell of, now or later."""
+        return bool(self._held or self._num_new())
 
     def __call__(self) -> tuple[Load, Sequence[BlockEvent]]:
         load, events = self._source()

@@ -18,14 +18,21 @@ from kvferry.replay.trace import Arrival, Trace
 from kvferry.replay.virtual_time import VirtualClock, run_virtual
 
 
-def replay(trace: Trace, options: Options, progress: Callable[[], None] = lambda: None) -> Outcome:
-    """Serve all of `trace`; `progress` is called after each request. Deterministic."""
+def replay(
+    trace: Trace,
+    options: Options,
+    progress: Callable[[], None] = lambda: None,
+    enough: Callable[[Served | Failed], bool] = lambda _end: False,
+) -> Outcome:
+    """Serve all of `trace`, or until `enough` says so of a request that has ended; `progress` is
+    called after each. Deterministic.
+    """
     _refuse(trace, options)
     speeds = options.speeds
     if options.load is not None:
         trace = at_load(trace, speeds, options.num_replicas, options.load)
     load = zero_hit_ms(trace, speeds) / (options.num_replicas * 1000 * max(trace.duration_s, 1e-3))
-    simulation = _Simulation(trace, options, progress)
+    simulation = _Simulation(trace, options, progress, enough)
     ends = run_virtual(simulation.run())
     return Outcome(
         options.policy.value,
@@ -53,12 +60,21 @@ def _refuse(trace: Trace, options: Options) -> None:
 
 
 class _Simulation:
-    def __init__(self, trace: Trace, options: Options, progress: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        options: Options,
+        progress: Callable[[], None],
+        enough: Callable[[Served | Failed], bool],
+    ) -> None:
         self._trace = trace
         self._options = options
         self._progress = progress
+        self._enough = enough
         self._clock = VirtualClock()
         self._routers: list[Routing] = []
+        self._tasks: list[asyncio.Task[Served | Failed]] = []
+        self._stopped = False
         self.crew: Crew
         self.decisions: list[Decision] = []
         self.ended_at = 0.0
@@ -86,17 +102,25 @@ class _Simulation:
             await self.crew.stop()
 
     async def _serve_all(self) -> tuple[Served | Failed, ...]:
+        """In the order in which they came; of a replay that was cut short, those that had ended."""
         start = self._clock.now()
-        tasks = []
+        tasks = self._tasks
         for number, arrival in enumerate(self._trace.arrivals):
             await self._clock.sleep(max(0.0, start + arrival.at_s - self._clock.now()))
+            if self._stopped:
+                break
             tasks.append(asyncio.create_task(self._serve(number, arrival)))
-        ends = await asyncio.gather(*tasks)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         self.ended_at = self._clock.now() - start
-        return tuple(ends)
+        return tuple(task.result() for task in tasks if not task.cancelled())
 
     async def _serve(self, number: int, arrival: Arrival) -> Served | Failed:
         router = self._routers[number % len(self._routers)]
         end = await router.serve(number, arrival)
         self._progress()
+        if self._enough(end):
+            self._stopped = True
+            for task in self._tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()
         return end

@@ -46,5 +46,8 @@ class Targets:
 
     def attained(self, served: Iterable[Timed], num_requests: int) -> float:
         """The share of all requests that kept both; who was not served kept none."""
-        kept = sum(each.ttft_ms <= self.ttft_ms and each.tpot_ms <= self.tpot_ms for each in served)
-        return kept / num_requests if num_requests else 0.0
+        num_kept = sum(self.kept(each.ttft_ms, each.tpot_ms) for each in served)
+        return num_kept / num_requests if num_requests else 0.0
+
+    def kept(self, ttft_ms: float, tpot_ms: float) -> bool:
+        return ttft_ms <= self.ttft_ms and tpot_ms <= self.tpot_ms

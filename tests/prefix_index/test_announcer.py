@@ -1,6 +1,7 @@
 """What a worker's announcer tells the index, and how it finds its way back."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -91,6 +92,34 @@ async def test_it_registers_then_publishes_all_that_is_resident(
     assert index.taken() == ["register", "publish 1+3"]
     assert await index.longest(blocks([1, 2, 3])) == {"w0": 3}
     assert announcer.state is AnnouncerState.INSIDE
+
+
+async def test_without_news_it_is_silent_until_its_next_heartbeat(
+    index: WatchedIndex, clock: ManualClock
+) -> None:
+    announcer = announcer_of(index, Pool(), clock)
+    assert announcer.silent_until == -math.inf  # it has not registered yet
+    await announcer.step()
+    assert announcer.silent_until == clock.now() + 1.0
+    index.taken()
+    clock.advance(0.99)
+    await announcer.step()
+    assert index.taken() == []
+    clock.advance(0.02)
+    await announcer.step()
+    assert index.taken() == ["heartbeat"]
+
+
+async def test_what_was_not_acknowledged_leaves_no_silence(
+    index: WatchedIndex, clock: ManualClock
+) -> None:
+    pool = Pool()
+    announcer = announcer_of(index, pool, clock)
+    await announcer.step()
+    index.lose = "request"
+    pool.store(1)
+    await announcer.step()
+    assert announcer.silent_until == -math.inf
 
 
 async def test_events_are_numbered_without_a_gap(index: WatchedIndex, clock: ManualClock) -> None:
