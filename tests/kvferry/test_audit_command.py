@@ -12,7 +12,7 @@ from kvcache.ledger_pages import PageConfig
 from kvcache.ledger_row import Account, Book, Origin, Reason
 from kvferry.audit.command import run
 from kvferry.errors import CommandError
-from tests.kvferry.test_audit import Both, whole
+from tests.kvferry.audit_sides import Both, whole
 
 
 def both_in(folder: Path) -> Both:
