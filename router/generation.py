@@ -17,6 +17,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import structlog
 
@@ -73,7 +74,8 @@ class Handler:
     """Belongs to one event loop.
 
     `walls` are watched where there is more than one tenant. `transfer_id` gives 16 bytes never
-    given before, `request_id` an id for who brings none.
+    given before, `request_id` an id for who brings none. `afterwards` is given what need not be
+    done before the client is told that its request has ended.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Handler:
         walls: Walls | None = None,
         transfer_id: Callable[[], bytes] = lambda: secrets.token_bytes(16),
         request_id: Callable[[], str] = lambda: secrets.token_hex(12),
+        afterwards: Callable[[Callable[[], None]], object] = lambda work: work(),
     ) -> None:
         self.model = model
         self.validator = validator
@@ -112,6 +115,7 @@ class Handler:
         self._walls = walls
         self._transfer_id = transfer_id
         self._request_id = request_id
+        self._afterwards = afterwards
 
     async def generate(
         self, request: pb.GenerateRequest, tenant: Tenant, door: str, timeout_s: float | None = None
@@ -143,7 +147,7 @@ class Handler:
         finally:
             if ticket is not None:
                 self._register.leave(ticket)
-            self._report(record, self._clock.now() - started_at)
+            self._afterwards(partial(self._report, record, self._clock.now() - started_at))
 
     async def explain(
         self, request: pb.GenerateRequest, tenant: Tenant, door: str

@@ -160,6 +160,7 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
         line,
         Weights(fetches=settings.fetch_blocks),
         walls,
+        afterwards=lambda work: asyncio.get_running_loop().call_soon(work),
     )
     callers = Callers(settings.api_keys)
 

@@ -37,14 +37,16 @@ class AcceptedRequest:
     explain: bool = False
     chat: bool = False
     door: str = "grpc"
-    _packed: "array[int]" = field(init=False, repr=False, compare=False)
+    # The prompt as names are made of it; from the prompt where it is not given.
+    packed: "array[int]" = field(default_factory=lambda: array("I"), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_packed", array("I", self.prompt))
+        if len(self.packed) != len(self.prompt):
+            object.__setattr__(self, "packed", array("I", self.prompt))
 
     def digest(self) -> bytes:
         """The same for the same prompt, whoever sends it; names nothing."""
-        return xxhash.xxh3_64_digest(self._packed)
+        return xxhash.xxh3_64_digest(self.packed)
 
     def block_names(self) -> Callable[[Namespace, int], list[BlockHash]]:
         """A function from (namespace, block size) to the prompt's names as the index knows them,
@@ -55,7 +57,7 @@ class AcceptedRequest:
         def names(namespace: Namespace, block_size: int) -> list[BlockHash]:
             key = (namespace, block_size)
             if key not in known:
-                known[key] = index_names(namespace, self.tenant.key, self._packed, block_size)
+                known[key] = index_names(namespace, self.tenant.key, self.packed, block_size)
             return known[key]
 
         return names

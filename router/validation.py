@@ -6,6 +6,7 @@ of it. What a message holds is material to check: it is never trusted and never 
 
 import asyncio
 import string
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,11 +69,13 @@ class Validator:
         _check_priority(request.priority)
         session = checked_label("session", request.session, MAX_SESSION_CHARS)
         limits = self.limits()
+        packed = array("I")
         try:
             if request.HasField("token_ids"):
-                packed = _packed(request.token_ids)
-                check_prompt(packed, limits)
-                prompt: list[int] = packed.tolist()
+                ids = _packed(request.token_ids)
+                check_prompt(ids, limits)
+                prompt: list[int] = ids.tolist()
+                packed.frombytes(ids.astype(np.uint32).tobytes())
             else:
                 prompt = await self.read_prompt(request)
                 check_prompt(prompt, limits)
@@ -95,6 +98,7 @@ class Validator:
             explain=request.explain,
             chat=request.WhichOneof("input") == "chat",
             door=door,
+            packed=packed,
         )
 
     def limits(self) -> Limits:

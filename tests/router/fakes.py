@@ -169,6 +169,7 @@ class FakeCluster:
         default_factory=lambda: defaultdict(asyncio.Event)
     )
     lines: io.StringIO = field(default_factory=io.StringIO)
+    afterwards: Callable[[Callable[[], None]], object] = lambda work: work()
 
     def __post_init__(self) -> None:
         self.clock = MonotonicClock()
@@ -199,6 +200,7 @@ class FakeCluster:
             self.bounds,
             self.line,
             walls=Walls(),
+            afterwards=self.afterwards,
         )
         self.callers = Callers(self.api_keys)
         self.stack.push_async_callback(self._close)

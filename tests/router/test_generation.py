@@ -1,8 +1,10 @@
 """One request through the handler when all goes well: merged, complete, and honestly counted."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from array import array
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +45,28 @@ async def test_a_request_streams_its_answer_once_and_says_what_it_cost(
     assert (journey.shipped_blocks, journey.shipped_bytes, journey.attempts) == (4, 4000, 1)
     assert (prefill.num_ended_early, decode.num_ended_early) == (0, 0)
     await cluster.check()
+
+
+async def test_the_client_hears_the_end_before_it_is_written_down(stack: AsyncExitStack) -> None:
+    owed: list[Callable[[], None]] = []
+    cluster = FakeCluster(stack, afterwards=owed.append)
+    await cluster.add_pair()
+    assert (await cluster.ask())[-1].HasField("usage")
+    assert "request.ended" not in cluster.lines.getvalue()
+    (work,) = owed
+    work()
+    assert cluster.lines.getvalue().count("request.ended") == 1
+
+
+@pytest.mark.parametrize("asked", [request(), pb.GenerateRequest(text="Hello, world" * 20)])
+async def test_blocks_are_named_by_the_prompt_whichever_way_it_came(
+    cluster: FakeCluster, asked: pb.GenerateRequest
+) -> None:
+    await cluster.add_pair()
+    accepted = await cluster.validator.accept(asked, "id", EVERYONE, "grpc")
+    assert len(accepted.prompt) >= 64 and accepted.packed == array("I", accepted.prompt)
+    again = replace(accepted, packed=array("I"))
+    assert again.packed == accepted.packed and again.digest() == accepted.digest()
 
 
 async def test_both_legs_are_opened_at_once_for_each_other(cluster: FakeCluster) -> None:
