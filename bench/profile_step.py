@@ -39,7 +39,7 @@ from bench.engine_speed import (
 from bench.engines.child import MOST, Kvferry, prompt, share_of
 from bench.engines.running import Contestant, Running
 from kernels import host_decoder
-from kvferry.transfer_bench.report import Row, row, write
+from kvferry.bench_report import Row, publish, row
 from model.host_decoder import CpuDecoder
 
 OUT = Path("bench/out/profile_step.json")
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     asked = parser.parse_args()
-    console, rows = Console(width=110), list[Row]()
+    console, rows, load = Console(width=110), list[Row](), os.getloadavg()[0]
     limits = Running(Contestant("limits"), asked.threads)
     try:
         profiled = Profiled(asked.threads, asked.weights)
@@ -237,8 +237,7 @@ def main() -> None:
             rows += rows_of(case, asked.weights, parts)
     finally:
         limits.close()
-    write(OUT, rows, {"threads": asked.threads, "load": os.getloadavg()[0]})
-    console.print(f"wrote {OUT}")
+    publish(OUT, rows, console, load, {"threads": asked.threads})
 
 
 if __name__ == "__main__":
