@@ -240,6 +240,12 @@ class Engine:
             if not self._is_over and self._rechecks.suspect(names):
                 self._tell()
 
+    def suspect_blocks(self, block_ids: Sequence[int]) -> None:
+        """As `suspect`, of blocks that a rank knows by their ids: those that bear a name now."""
+        with self._changed:
+            if not self._is_over and self._rechecks.suspect_blocks(block_ids):
+                self._tell()
+
     def flush_cache(self) -> int:
         with self._changed:
             return self._pool.flush()

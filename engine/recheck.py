@@ -67,6 +67,13 @@ class Rechecks:
         """All that are resident now; whether any is."""
         return self._add(names, 1.0)
 
+    def suspect_blocks(self, block_ids: Sequence[int]) -> bool:
+        """Whether any of these bears a name."""
+        names = {block_id: self._pool.name_of(block_id) for block_id in block_ids}
+        found = {block_id: name for block_id, name in names.items() if name is not None}
+        self._due.update(found)
+        return bool(found)
+
     def await_due(self) -> "Future[None]":
         """Done when everything that is due now has been checked, and dropped if need be."""
         future: Future[None] = Future()

@@ -256,6 +256,9 @@ class BlockPool:
         """Every block that bears a name, with it."""
         return {block_id: name for name, block_id in self._named.items()}
 
+    def name_of(self, block_id: int) -> BlockHash | None:
+        return self._blocks[block_id].name
+
     def bears(self, block_id: int, name: BlockHash) -> bool:
         return self._named.get(name) == block_id
 

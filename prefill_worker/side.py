@@ -30,7 +30,7 @@ class PrefillSide:
     def __init__(self, context: RankContext) -> None:
         settings, parts = context.settings, context.parts
         self._identity = context.identity
-        self._names = context.names
+        self.names = context.names  # rank 0's come with its engine
         self._config = settings.transport()
         self._store = parts.store
         self._clock = context.clock
@@ -46,6 +46,7 @@ class PrefillSide:
             clock=context.clock,
             config=self._config,
             ledger=context.ledger,
+            found_rotten=self._found_rotten,
         )
         self.observer = SealingObserver(
             self._shipper,
@@ -79,7 +80,7 @@ class PrefillSide:
         if self._identity.rank > 0:
             servicer = PrefillRankServicer(self.rank)
             rank_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
-            cells = self._cells(self._names)
+            cells = self._cells(self.names)
             transfer_pb2_grpc.add_CellsServicer_to_server(cells, server)
 
     def serve_router(self, server: grpc.aio.Server, front: Front) -> None:
@@ -88,10 +89,11 @@ class PrefillSide:
         prefilling = self.prefilling(front, ranks)
         servicer = _PrefillServicer(prefilling, self._identity.instance, front)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(servicer, server)
-        cells = self._cells(NamedBlocks(front.engine))
+        cells = self._cells(self.names)
         transfer_pb2_grpc.add_CellsServicer_to_server(cells, server)
 
     def prefilling(self, front: Front, ranks: Sequence[ShipsPrompts]) -> Prefilling:
+        self.names = NamedBlocks(front.engine)
         borrowing = Borrowing(
             front.engine,
             self._identity,
@@ -118,6 +120,10 @@ class PrefillSide:
         await self._shipper.close()
         self._lenders.shutdown()
         self._borrowers.shutdown()
+
+    async def _found_rotten(self, block_ids: Sequence[int]) -> None:
+        if self.names is not None:
+            await self.names.suspect(block_ids)
 
     def _cells(self, blocks: PinsBlocks | None = None) -> CellsServicer:
         lend = self._shipper.lend

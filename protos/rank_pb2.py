@@ -26,7 +26,7 @@ from protos import transfer_pb2 as protos_dot_transfer__pb2
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/rank.proto\x12\nkvferry.v1\x1a\x15protos/transfer.proto\x1a\x13protos/worker.proto\"\x1c\n\x0bNamedBlocks\x12\r\n\x05names\x18\x01 \x03(\x0c\"1\n\x0cPinnedBlocks\x12\x0e\n\x06places\x18\x01 \x03(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\x13\n\x11RankReportRequest\"\x8f\x01\n\nRankReport\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x16\n\x0eopen_transfers\x18\x02 \x01(\r\x12\x15\n\rasyncio_tasks\x18\x03 \x01(\r\x12\x12\n\nopen_files\x18\x04 \x01(\r\x12\x31\n\x0bquarantines\x18\x05 \x03(\x0b\x32\x1c.kvferry.v1.QuarantineReport\"o\n\x10QuarantineReport\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04wire\x18\x03 \x01(\t\x12\r\n\x05\x66or_s\x18\x04 \x01(\x01\x12\x0e\n\x06left_s\x18\x05 \x01(\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\xab\x01\n\rShipmentOrder\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x13\n\x0brequest_key\x18\x02 \x01(\x03\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12(\n\x06target\x18\x04 \x01(\x0b\x32\x18.kvferry.v1.DecodeTarget\x12\x0c\n\x04wire\x18\x05 \x01(\t\x12\x13\n\x0bother_wires\x18\x06 \x03(\t\"\x8d\x01\n\x0b\x42orrowOrder\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\r\n\x05names\x18\x02 \x03(\x0c\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\"\n\x06holder\x18\x04 \x01(\x0b\x32\x12.kvferry.v1.Holder\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x03\"<\n\x08\x42orrowed\x12\x14\n\x0cwhole_blocks\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0b\n\x03why\x18\x03 \x01(\t\"D\n\x0eShipmentReport\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\"\xc4\x02\n\x0cReceiptOrder\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x04 \x03(\r\x12\x18\n\x10prefill_instance\x18\x05 \x01(\t\x12\x16\n\x0ekv_head_starts\x18\x06 \x03(\r\x12\x15\n\rkv_head_stops\x18\x07 \x03(\r\x12\x12\n\ntimeout_ms\x18\x08 \x01(\x03\x12\x19\n\x11source_block_size\x18\t \x01(\r\x12\x18\n\x10source_addresses\x18\n \x03(\t\x12#\n\x07holders\x18\r \x03(\x0b\x32\x12.kvferry.v1.Holder\x12\x13\n\x0b\x62lock_names\x18\x0c \x03(\x0cJ\x04\x08\x0b\x10\x0c\"Z\n\x07Receipt\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x30\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\"2\n\nRankCommit\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\"A\n\tRankAbort\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\t\n\x07RankAck\"!\n\tRankWhole\x12\x14\n\x0cwhole_blocks\x18\x01 \x01(\r2\x88\x02\n\x0bPrefillRank\x12>\n\x0cOpenShipment\x12\x19.kvferry.v1.ShipmentOrder\x1a\x13.kvferry.v1.RankAck\x12\x43\n\rAwaitShipment\x12\x16.kvferry.v1.RankCommit\x1a\x1a.kvferry.v1.ShipmentReport\x12;\n\rAbortShipment\x12\x15.kvferry.v1.RankAbort\x1a\x13.kvferry.v1.RankAck\x12\x37\n\x06\x42orrow\x12\x17.kvferry.v1.BorrowOrder\x1a\x14.kvferry.v1.Borrowed2\xc1\x01\n\nDecodeRank\x12\x37\n\x06\x45xpect\x12\x18.kvferry.v1.ReceiptOrder\x1a\x13.kvferry.v1.Receipt\x12<\n\rCommitReceipt\x12\x16.kvferry.v1.RankCommit\x1a\x13.kvferry.v1.RankAck\x12<\n\x0c\x41\x62ortReceipt\x12\x15.kvferry.v1.RankAbort\x1a\x15.kvferry.v1.RankWhole2\x8e\x01\n\x08RankLife\x12?\n\x06Report\x12\x1d.kvferry.v1.RankReportRequest\x1a\x16.kvferry.v1.RankReport\x12\x41\n\nReadLedger\x12\x19.kvferry.v1.LedgerRequest\x1a\x16.kvferry.v1.LedgerPart0\x01\x32\x81\x01\n\nBlockNames\x12:\n\x03Pin\x12\x17.kvferry.v1.NamedBlocks\x1a\x18.kvferry.v1.PinnedBlocks0\x01\x12\x37\n\x07Suspect\x12\x17.kvferry.v1.NamedBlocks\x1a\x13.kvferry.v1.RankAckb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/rank.proto\x12\nkvferry.v1\x1a\x15protos/transfer.proto\x1a\x13protos/worker.proto\"\x1c\n\x0bNamedBlocks\x12\r\n\x05names\x18\x01 \x03(\x0c\"\"\n\rSuspectBlocks\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"1\n\x0cPinnedBlocks\x12\x0e\n\x06places\x18\x01 \x03(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\x13\n\x11RankReportRequest\"\x8f\x01\n\nRankReport\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x16\n\x0eopen_transfers\x18\x02 \x01(\r\x12\x15\n\rasyncio_tasks\x18\x03 \x01(\r\x12\x12\n\nopen_files\x18\x04 \x01(\r\x12\x31\n\x0bquarantines\x18\x05 \x03(\x0b\x32\x1c.kvferry.v1.QuarantineReport\"o\n\x10QuarantineReport\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04wire\x18\x03 \x01(\t\x12\r\n\x05\x66or_s\x18\x04 \x01(\x01\x12\x0e\n\x06left_s\x18\x05 \x01(\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\xab\x01\n\rShipmentOrder\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x13\n\x0brequest_key\x18\x02 \x01(\x03\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12(\n\x06target\x18\x04 \x01(\x0b\x32\x18.kvferry.v1.DecodeTarget\x12\x0c\n\x04wire\x18\x05 \x01(\t\x12\x13\n\x0bother_wires\x18\x06 \x03(\t\"\x8d\x01\n\x0b\x42orrowOrder\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\r\n\x05names\x18\x02 \x03(\x0c\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\"\n\x06holder\x18\x04 \x01(\x0b\x32\x12.kvferry.v1.Holder\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x03\"<\n\x08\x42orrowed\x12\x14\n\x0cwhole_blocks\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0b\n\x03why\x18\x03 \x01(\t\"D\n\x0eShipmentReport\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\"\xc4\x02\n\x0cReceiptOrder\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x04 \x03(\r\x12\x18\n\x10prefill_instance\x18\x05 \x01(\t\x12\x16\n\x0ekv_head_starts\x18\x06 \x03(\r\x12\x15\n\rkv_head_stops\x18\x07 \x03(\r\x12\x12\n\ntimeout_ms\x18\x08 \x01(\x03\x12\x19\n\x11source_block_size\x18\t \x01(\r\x12\x18\n\x10source_addresses\x18\n \x03(\t\x12#\n\x07holders\x18\r \x03(\x0b\x32\x12.kvferry.v1.Holder\x12\x13\n\x0b\x62lock_names\x18\x0c \x03(\x0cJ\x04\x08\x0b\x10\x0c\"Z\n\x07Receipt\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x30\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x1a.kvferry.v1.GeneratedToken\"2\n\nRankCommit\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\"A\n\tRankAbort\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.ShipmentKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\t\n\x07RankAck\"!\n\tRankWhole\x12\x14\n\x0cwhole_blocks\x18\x01 \x01(\r2\x88\x02\n\x0bPrefillRank\x12>\n\x0cOpenShipment\x12\x19.kvferry.v1.ShipmentOrder\x1a\x13.kvferry.v1.RankAck\x12\x43\n\rAwaitShipment\x12\x16.kvferry.v1.RankCommit\x1a\x1a.kvferry.v1.ShipmentReport\x12;\n\rAbortShipment\x12\x15.kvferry.v1.RankAbort\x1a\x13.kvferry.v1.RankAck\x12\x37\n\x06\x42orrow\x12\x17.kvferry.v1.BorrowOrder\x1a\x14.kvferry.v1.Borrowed2\xc1\x01\n\nDecodeRank\x12\x37\n\x06\x45xpect\x12\x18.kvferry.v1.ReceiptOrder\x1a\x13.kvferry.v1.Receipt\x12<\n\rCommitReceipt\x12\x16.kvferry.v1.RankCommit\x1a\x13.kvferry.v1.RankAck\x12<\n\x0c\x41\x62ortReceipt\x12\x15.kvferry.v1.RankAbort\x1a\x15.kvferry.v1.RankWhole2\x8e\x01\n\x08RankLife\x12?\n\x06Report\x12\x1d.kvferry.v1.RankReportRequest\x1a\x16.kvferry.v1.RankReport\x12\x41\n\nReadLedger\x12\x19.kvferry.v1.LedgerRequest\x1a\x16.kvferry.v1.LedgerPart0\x01\x32\x83\x01\n\nBlockNames\x12:\n\x03Pin\x12\x17.kvferry.v1.NamedBlocks\x1a\x18.kvferry.v1.PinnedBlocks0\x01\x12\x39\n\x07Suspect\x12\x19.kvferry.v1.SuspectBlocks\x1a\x13.kvferry.v1.RankAckb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,40 +35,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NAMEDBLOCKS']._serialized_start=77
   _globals['_NAMEDBLOCKS']._serialized_end=105
-  _globals['_PINNEDBLOCKS']._serialized_start=107
-  _globals['_PINNEDBLOCKS']._serialized_end=156
-  _globals['_RANKREPORTREQUEST']._serialized_start=158
-  _globals['_RANKREPORTREQUEST']._serialized_end=177
-  _globals['_RANKREPORT']._serialized_start=180
-  _globals['_RANKREPORT']._serialized_end=323
-  _globals['_QUARANTINEREPORT']._serialized_start=325
-  _globals['_QUARANTINEREPORT']._serialized_end=436
-  _globals['_SHIPMENTORDER']._serialized_start=439
-  _globals['_SHIPMENTORDER']._serialized_end=610
-  _globals['_BORROWORDER']._serialized_start=613
-  _globals['_BORROWORDER']._serialized_end=754
-  _globals['_BORROWED']._serialized_start=756
-  _globals['_BORROWED']._serialized_end=816
-  _globals['_SHIPMENTREPORT']._serialized_start=818
-  _globals['_SHIPMENTREPORT']._serialized_end=886
-  _globals['_RECEIPTORDER']._serialized_start=889
-  _globals['_RECEIPTORDER']._serialized_end=1213
-  _globals['_RECEIPT']._serialized_start=1215
-  _globals['_RECEIPT']._serialized_end=1305
-  _globals['_RANKCOMMIT']._serialized_start=1307
-  _globals['_RANKCOMMIT']._serialized_end=1357
-  _globals['_RANKABORT']._serialized_start=1359
-  _globals['_RANKABORT']._serialized_end=1424
-  _globals['_RANKACK']._serialized_start=1426
-  _globals['_RANKACK']._serialized_end=1435
-  _globals['_RANKWHOLE']._serialized_start=1437
-  _globals['_RANKWHOLE']._serialized_end=1470
-  _globals['_PREFILLRANK']._serialized_start=1473
-  _globals['_PREFILLRANK']._serialized_end=1737
-  _globals['_DECODERANK']._serialized_start=1740
-  _globals['_DECODERANK']._serialized_end=1933
-  _globals['_RANKLIFE']._serialized_start=1936
-  _globals['_RANKLIFE']._serialized_end=2078
-  _globals['_BLOCKNAMES']._serialized_start=2081
-  _globals['_BLOCKNAMES']._serialized_end=2210
+  _globals['_SUSPECTBLOCKS']._serialized_start=107
+  _globals['_SUSPECTBLOCKS']._serialized_end=141
+  _globals['_PINNEDBLOCKS']._serialized_start=143
+  _globals['_PINNEDBLOCKS']._serialized_end=192
+  _globals['_RANKREPORTREQUEST']._serialized_start=194
+  _globals['_RANKREPORTREQUEST']._serialized_end=213
+  _globals['_RANKREPORT']._serialized_start=216
+  _globals['_RANKREPORT']._serialized_end=359
+  _globals['_QUARANTINEREPORT']._serialized_start=361
+  _globals['_QUARANTINEREPORT']._serialized_end=472
+  _globals['_SHIPMENTORDER']._serialized_start=475
+  _globals['_SHIPMENTORDER']._serialized_end=646
+  _globals['_BORROWORDER']._serialized_start=649
+  _globals['_BORROWORDER']._serialized_end=790
+  _globals['_BORROWED']._serialized_start=792
+  _globals['_BORROWED']._serialized_end=852
+  _globals['_SHIPMENTREPORT']._serialized_start=854
+  _globals['_SHIPMENTREPORT']._serialized_end=922
+  _globals['_RECEIPTORDER']._serialized_start=925
+  _globals['_RECEIPTORDER']._serialized_end=1249
+  _globals['_RECEIPT']._serialized_start=1251
+  _globals['_RECEIPT']._serialized_end=1341
+  _globals['_RANKCOMMIT']._serialized_start=1343
+  _globals['_RANKCOMMIT']._serialized_end=1393
+  _globals['_RANKABORT']._serialized_start=1395
+  _globals['_RANKABORT']._serialized_end=1460
+  _globals['_RANKACK']._serialized_start=1462
+  _globals['_RANKACK']._serialized_end=1471
+  _globals['_RANKWHOLE']._serialized_start=1473
+  _globals['_RANKWHOLE']._serialized_end=1506
+  _globals['_PREFILLRANK']._serialized_start=1509
+  _globals['_PREFILLRANK']._serialized_end=1773
+  _globals['_DECODERANK']._serialized_start=1776
+  _globals['_DECODERANK']._serialized_end=1969
+  _globals['_RANKLIFE']._serialized_start=1972
+  _globals['_RANKLIFE']._serialized_end=2114
+  _globals['_BLOCKNAMES']._serialized_start=2117
+  _globals['_BLOCKNAMES']._serialized_end=2248
 # @@protoc_insertion_point(module_scope)

@@ -14,6 +14,12 @@ class NamedBlocks(_message.Message):
     names: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, names: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class SuspectBlocks(_message.Message):
+    __slots__ = ("block_ids",)
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PinnedBlocks(_message.Message):
     __slots__ = ("places", "block_ids")
     PLACES_FIELD_NUMBER: _ClassVar[int]

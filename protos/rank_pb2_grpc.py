@@ -529,7 +529,7 @@ class BlockNamesStub:
                 _registered_method=True)
         self.Suspect = channel.unary_unary(
                 '/kvferry.v1.BlockNames/Suspect',
-                request_serializer=protos_dot_rank__pb2.NamedBlocks.SerializeToString,
+                request_serializer=protos_dot_rank__pb2.SuspectBlocks.SerializeToString,
                 response_deserializer=protos_dot_rank__pb2.RankAck.FromString,
                 _registered_method=True)
 
@@ -562,7 +562,7 @@ def add_BlockNamesServicer_to_server(servicer, server):
             ),
             'Suspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Suspect,
-                    request_deserializer=protos_dot_rank__pb2.NamedBlocks.FromString,
+                    request_deserializer=protos_dot_rank__pb2.SuspectBlocks.FromString,
                     response_serializer=protos_dot_rank__pb2.RankAck.SerializeToString,
             ),
     }
@@ -619,7 +619,7 @@ class BlockNames:
             request,
             target,
             '/kvferry.v1.BlockNames/Suspect',
-            protos_dot_rank__pb2.NamedBlocks.SerializeToString,
+            protos_dot_rank__pb2.SuspectBlocks.SerializeToString,
             protos_dot_rank__pb2.RankAck.FromString,
             options,
             channel_credentials,

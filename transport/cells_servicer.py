@@ -51,8 +51,10 @@ class PinsBlocks(Protocol):
         """The block ids of those that are here; they stay while the context lasts."""
         ...
 
-    def suspect(self, names: Sequence[bytes]) -> None:
-        """One of these blocks is not what it was when it got its name."""
+    async def suspect(self, block_ids: Sequence[int]) -> None:
+        """One of these blocks is not what it was when it got its name: once this has returned,
+        nobody shares any of them before every rank has looked.
+        """
         ...
 
 
@@ -211,7 +213,10 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         layers = self._layers_of(request, departure)
         if departure is not None:
             for piece in self._pieces(request, layers, departure.outgoing.places.find):
-                yield await self._read(piece, departure)
+                answer = await self._read(piece, departure)
+                if answer.missing:
+                    await self._suspect(piece, departure.shape.parts)
+                yield answer
         elif self._blocks is None:
             reason = "nobody here knows blocks by name"
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, reason)
@@ -221,9 +226,14 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
                 find = partial(_named, request.names, ids, parts)
                 for piece in self._pieces(request, layers, find):
                     answer = await self._read(piece, parts=parts)
-                    if answer.missing and piece.found is not None:
-                        self._blocks.suspect(_names_of(request, piece.run))
+                    if answer.missing:
+                        await self._suspect(piece, parts)
                     yield answer
+
+    async def _suspect(self, piece: _Piece, parts: int) -> None:
+        """What is here, and is missing all the same, has changed."""
+        if self._blocks is not None and piece.found is not None:
+            await self._blocks.suspect(sorted({part // parts for part in piece.found.block_ids}))
 
     def _pieces(
         self,
@@ -312,11 +322,6 @@ def _named(
     found = [(ids.get(names[block]), part) for block, part in places]
     block_ids = tuple(whole * parts + part for whole, part in found if whole is not None)
     return Run(layer, first, block_ids) if len(block_ids) == count else None
-
-
-def _names_of(request: FetchRequest, run: CellRun) -> Sequence[bytes]:
-    parts, last = _parts(request), run.first_block + run.num_blocks - 1
-    return request.names[run.first_block // parts : last // parts + 1]
 
 
 async def _abort(context: Context, code: grpc.StatusCode, reason: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """From a sealed run to the wire: pumps cut what credit allows, a thread gathers and sends it."""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from kvcache.kept_digests import BlockRotten
@@ -13,6 +14,8 @@ from transport.outgoing import Part
 from transport.peers import Peers
 from transport.port import Port
 from transport.threads import Threads
+
+FoundRotten = Callable[[Sequence[int]], Awaitable[None]]  # blocks of the pool, one of them is
 
 PUMPS = 3  # per pair: the wire's thread shall always have another chunk to begin with
 
@@ -27,6 +30,7 @@ class Pumps:
         store: Pool,
         copiers: Threads,
         clock: Clock,
+        found_rotten: FoundRotten,
     ) -> None:
         self.counts = departures.counts
         self._departures = departures
@@ -34,6 +38,7 @@ class Pumps:
         self._store = store
         self._copiers = copiers
         self._clock = clock
+        self._found_rotten = found_rotten
         self._own_rank = departures.identity.rank
 
     def start(self, departure: Departure) -> None:
@@ -98,7 +103,9 @@ class Pumps:
                 await departure.stirred[rank].wait()
         except LinkClosed:
             pass  # `_lose` is told, too
-        except BlockRotten as error:  # decode takes nothing of it, and the engine drops it
+        except BlockRotten as error:  # decode takes nothing of it
+            # Before anybody hears that this failed and tries again, the engine knows why.
+            await self._found_rotten(error.block_ids)
             self._departures.fail(departure, Code.DATA_LOSS, f"{pair.where()}: {error}")
         except OSError as error:  # of this wire: another pair may do better
             self._departures.fail(

@@ -36,7 +36,7 @@ from transport.orders import (
 from transport.outgoing import Run, cut
 from transport.peers import Peers
 from transport.port import Port
-from transport.pumps import Pumps
+from transport.pumps import FoundRotten, Pumps
 from transport.threads import Threads
 
 
@@ -53,7 +53,11 @@ class Shipper:
         clock: Clock,
         config: TransportConfig | None = None,
         ledger: Ledger | None = None,
+        found_rotten: FoundRotten | None = None,
     ) -> None:
+        """`found_rotten` hears of blocks that are not what they were when they were cached, before
+        the shipments that need them fail.
+        """
         self.identity = identity
         self._clock = clock
         self._config = config = config or TransportConfig()
@@ -72,7 +76,8 @@ class Shipper:
             self._departures.uses,
             clock,
         )
-        self._pumps = Pumps(self._departures, self._peers, store, self._copiers, clock)
+        tell = found_rotten or _tell_nobody
+        self._pumps = Pumps(self._departures, self._peers, store, self._copiers, clock, tell)
         self._inbox = Inbox(self._read_note)
         self._early: OrderedDict[int, tuple[float, list[Note]]] = OrderedDict()
         self._reaper: asyncio.Task[None] | None = None
@@ -209,3 +214,7 @@ class Shipper:
             for request_key, (expires_at, _) in list(self._early.items()):
                 if expires_at <= now:
                     del self._early[request_key]
+
+
+async def _tell_nobody(block_ids: Sequence[int]) -> None:
+    """Of a shipper without an engine."""

@@ -35,8 +35,8 @@ class NamedBlocks:
         finally:
             self._engine.unpin(list(ids.values()))
 
-    def suspect(self, names: Sequence[bytes]) -> None:
-        self._engine.suspect([BlockHash(name) for name in names])
+    async def suspect(self, block_ids: Sequence[int]) -> None:
+        self._engine.suspect_blocks(block_ids)
 
 
 class BlockNamesServicer(rank_pb2_grpc.BlockNamesServicer):
@@ -54,8 +54,8 @@ class BlockNamesServicer(rank_pb2_grpc.BlockNamesServicer):
                 async with asyncio.timeout(PIN_S):
                     await asyncio.Event().wait()  # the caller ends its call
 
-    async def Suspect(self, request: rank_pb2.NamedBlocks, context: Context) -> rank_pb2.RankAck:
-        self._blocks.suspect(list(request.names))
+    async def Suspect(self, request: rank_pb2.SuspectBlocks, context: Context) -> rank_pb2.RankAck:
+        await self._blocks.suspect(list(request.block_ids))
         return rank_pb2.RankAck()
 
 
@@ -66,7 +66,6 @@ class RemoteNames:
         """`find_front` says where rank 0 listens; it may wait, in a thread."""
         self._find_front = find_front
         self._channel: grpc.aio.Channel | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def pinned(self, names: Sequence[bytes]) -> AsyncIterator[Mapping[bytes, int]]:
@@ -81,22 +80,15 @@ class RemoteNames:
         finally:
             call.cancel()
 
-    def suspect(self, names: Sequence[bytes]) -> None:
-        task = asyncio.create_task(self._tell(list(names)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def suspect(self, block_ids: Sequence[int]) -> None:
+        stub = rank_pb2_grpc.BlockNamesStub(await self._connected())
+        told = rank_pb2.SuspectBlocks(block_ids=block_ids)
+        with suppress(grpc.aio.AioRpcError):  # then somebody else will find it
+            await stub.Suspect(told, timeout=SUSPECT_TIMEOUT_S)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close(None)
-
-    async def _tell(self, names: Sequence[bytes]) -> None:
-        stub = rank_pb2_grpc.BlockNamesStub(await self._connected())
-        with suppress(grpc.aio.AioRpcError):  # then somebody else will find it
-            await stub.Suspect(rank_pb2.NamedBlocks(names=names), timeout=SUSPECT_TIMEOUT_S)
 
     async def _connected(self) -> grpc.aio.Channel:
         if self._channel is None:

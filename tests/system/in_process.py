@@ -104,6 +104,8 @@ async def prefill_worker(
         worker = PrefillWorker(identity, parts, engine, Cleanups(), ledgers, sides=sides)
         front = _front(source, settings, worker)
         worker.prefilling = sides[0].prefilling(front, [side.rank for side in sides])
+        for side in sides:
+            side.names = NamedBlocks(engine)
         yield worker
 
 

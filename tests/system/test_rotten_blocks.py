@@ -1,5 +1,7 @@
 """A byte of a cached block changes, on either worker and any rank: nobody gets a token of it."""
 
+import asyncio
+
 import grpc
 import pytest
 
@@ -9,16 +11,15 @@ from kvcache.ledger_row import Reason
 from model.checksum_reference import checksum_continuation
 from model.config import ChecksumConfig
 from model.source import open_model
+from prefill_worker.ranks import LocalRank
 from tests.system.in_process import (
-    Answer,
-    DecodeWorker,
-    PrefillWorker,
     Worker,
     decode_worker,
     disaggregated,
     prefill_worker,
 )
 from transport.loopback_wire import LoopbackWire
+from transport.orders import ShipmentKey, ShipmentReport
 from worker.refusal import Refused
 
 SOURCE = open_model("checksum")
@@ -73,24 +74,27 @@ async def test_a_changed_block_on_any_rank_is_dropped_by_all_and_gives_no_token(
         await prefill.settled()
 
 
-async def once_dropped(prefill: PrefillWorker, decode: DecodeWorker) -> Answer:
-    """Who comes before the block is dropped is refused, too; decode's abort may be the quicker."""
-    for _ in range(10):
-        await decode.settled()
-        await prefill.settled()
-        try:
-            return await disaggregated(prefill, decode, PROMPT, GREEDY)
-        except Refused as again:
-            assert again.code is grpc.StatusCode.DATA_LOSS
-    raise AssertionError("the changed block is never dropped")
+async def report_late(self: LocalRank, key: ShipmentKey) -> ShipmentReport:
+    """Decode's abort is the quicker: nobody waits any more when this rank would say why."""
+    _, task = self._shipments[key]
+    await asyncio.wait([task])
+    if task.exception() is not None:
+        await asyncio.Event().wait()
+    self._shipments.pop(key)
+    return task.result()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("tps", "rank"), [((1, 2), 0), ((3, 2), 1)], ids=str)
 async def test_a_changed_block_is_never_shipped_even_where_none_are_sampled(
-    tps: tuple[int, int], rank: int
+    tps: tuple[int, int], rank: int, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever gathers a block to send it makes its digests anyway, and compares."""
+    """Whoever gathers a block to send it makes its digests anyway, and compares. One attempt fails,
+    whichever worker is the first to say so, and the next one finds the block dropped.
+    """
     wire = LoopbackWire()
+    if late:
+        monkeypatch.setattr(LocalRank, "shipped", report_late)
     async with (
         prefill_worker(SOURCE, wire, tps[0], num_blocks=16, recheck_share=0.0) as prefill,
         decode_worker(SOURCE, wire, tps[1], num_blocks=16) as decode,
@@ -103,7 +107,7 @@ async def test_a_changed_block_is_never_shipped_even_where_none_are_sampled(
         with pytest.raises(Refused, match="have changed in layer 1") as refused:
             await disaggregated(prefill, decode, PROMPT, GREEDY)
         assert refused.value.code is grpc.StatusCode.DATA_LOSS
-        answer = await once_dropped(prefill, decode)
+        answer = await disaggregated(prefill, decode, PROMPT, GREEDY)
         assert (answer.tokens, answer.cached_tokens) == ([RIGHT], 16)
         assert prefill.engine.stats().rotten_blocks == 1
         await decode.settled()

@@ -34,7 +34,7 @@ class Pins:
     def __init__(self, ids: Mapping[bytes, int]) -> None:
         self.ids = ids
         self.num_held = 0
-        self.suspected: list[bytes] = []
+        self.suspected: list[int] = []
 
     @asynccontextmanager
     async def pinned(self, names: Sequence[bytes]) -> AsyncIterator[Mapping[bytes, int]]:
@@ -44,8 +44,8 @@ class Pins:
         finally:
             self.num_held -= 1
 
-    def suspect(self, names: Sequence[bytes]) -> None:
-        self.suspected += names
+    async def suspect(self, block_ids: Sequence[int]) -> None:
+        self.suspected += block_ids
 
 
 @asynccontextmanager
@@ -308,7 +308,7 @@ async def test_parts_of_a_block_that_has_changed_are_missing_and_it_is_suspected
         assert [run.first_block for run, _ in parts] == [1, 2, 3]
         want = store.cut(4).gather_cells(1, [SOURCE[0] * 4 + part for part in (1, 2, 3)], (0, 2))
         assert b"".join(payload for _, payload in parts) == want.tobytes()
-        assert pins.suspected == [NAMES[1]]
+        assert pins.suspected == [SOURCE[1]]
 
 
 async def test_as_many_bytes_of_parts_as_of_whole_blocks_may_be_asked_for_by_name() -> None:
@@ -398,7 +398,7 @@ async def test_a_block_that_has_changed_is_missing_and_suspected() -> None:
                 by_name(at(address), KEY, Names(NAMES), [run_of(0, 1), run_of(1, 1)])
             )
         assert [run.first_block for run, _ in parts] == [0]
-        assert pins.suspected == [NAMES[1]]
+        assert pins.suspected == [SOURCE[1]]
 
 
 @pytest.mark.parametrize(

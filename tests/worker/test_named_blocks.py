@@ -49,8 +49,7 @@ async def test_what_another_rank_suspects_is_checked_on_all() -> None:
     worker.store.recheck(list(named))
     worker.store.layer(0)[next(iter(named)), 0, 0, 0, 0] ^= 1
     async with asked_from_afar(worker) as remote:
-        remote.suspect([bytes(name) for name in named.values()])
-        await soon(lambda: worker.engine._rechecks._due != {})
+        await remote.suspect(list(named))
         worker.step()
     assert worker.engine.stats().rotten_blocks == 1
     assert worker.engine.resident() == []
