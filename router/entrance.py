@@ -15,10 +15,18 @@ from dataclasses import dataclass
 from math import inf
 
 from engine.clock import Clock
+from prefix_index.index import Role
 from router import policy
 from router.admission import Action, LineView, Verdict, admit
 from router.doubts import Party
-from router.errors import Overloaded, RequestFailed, TimedOut, Unavailable
+from router.errors import (
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    TimedOut,
+    Unavailable,
+    shown,
+)
 from router.fleet import BlockNames, Fleet
 from router.line import Line, Place
 from router.metrics import Metrics
@@ -29,6 +37,7 @@ from router.snapshot import Asked, Snapshot
 from router.ways import Decision, Pins, Weights
 
 POLL_S = 0.05
+MOST_NAMED = 8  # workers, in a refusal
 TURN_S = 0.25  # after which one who stands in line looks whether it was cancelled
 
 
@@ -234,4 +243,21 @@ class Entrance:
         if now >= entrant.deadline:
             raise TimedOut(f"the deadline passed while waiting: {verdict.reason}")
         if now >= entrant.entered_at + self._bounds.admission_wait_s:
+            self._check_pins(entrant.request.pins)
             raise Unavailable(verdict.reason, retry_after_s=self._bounds.retry_after_s)
+
+    def _check_pins(self, pins: Pins) -> None:
+        """Raises what is wrong with the workers that a request names, if it is that."""
+        for role, name in ((Role.PREFILL, pins.prefill), (Role.DECODE, pins.decode)):
+            field = f"pins.{role.value}"
+            ours = {each.name: each for each in self._fleet.workers if each.record.role is role}
+            if name and name not in ours:
+                names = ", ".join(sorted(ours)[:MOST_NAMED]) or "none"
+                more = f" and {len(ours) - MOST_NAMED} more" if len(ours) > MOST_NAMED else ""
+                what = f"no {role.value} worker {shown(name)} is registered; there are: {names}"
+                raise InvalidRequest(field, f"{what}{more}")
+            if name and ours[name].standing:
+                raise Unavailable(
+                    f"{field}: {name} is registered but not ready: it {ours[name].standing}",
+                    retry_after_s=self._bounds.retry_after_s,
+                )

@@ -2,6 +2,7 @@
 
     RequestFailed
     ├── InvalidRequest     INVALID_ARGUMENT    the client must change the request
+    ├── Repeated           ALREADY_EXISTS      a request of the same id still runs
     ├── Unauthenticated    UNAUTHENTICATED     no key, or an unknown one
     ├── Overloaded         RESOURCE_EXHAUSTED  worth repeating after `retry_after_s`
     ├── Unavailable        UNAVAILABLE         no replica, or one was lost; worth repeating
@@ -53,6 +54,11 @@ class TooSlow(InvalidRequest):
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(field, problem, kind="request_timeout")
+
+
+class Repeated(RequestFailed):
+    code = StatusCode.ALREADY_EXISTS
+    reason = "repeated"
 
 
 class Unauthenticated(RequestFailed):

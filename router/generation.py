@@ -334,7 +334,7 @@ class Handler:
 
     def _went_wrong(self, served: _Served, failure: AttemptFailed) -> None:
         blamed = failure.blamed()
-        served.without.update(blamed)
+        served.without.update(dict.fromkeys(blamed, "has just failed this request"))
         if failure.kept_blocks:
             decode = failure.work.decode.record
             served.kept[decode.instance] = failure.kept_blocks * decode.manifest.block_size
@@ -351,6 +351,7 @@ class Handler:
             adopted=failure.adopted,
             kept_blocks=failure.kept_blocks,
             reason=str(failure),
+            heard=[end.heard for end in failure.ends if end.heard],
         )
 
     def _started(self, served: _Served, judged: Judged) -> pb.Started:

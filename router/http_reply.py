@@ -17,6 +17,7 @@ REQUEST_ID = "x-request-id"
 STATUS = {
     StatusCode.INVALID_ARGUMENT: 400,
     StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.ALREADY_EXISTS: 409,
     StatusCode.RESOURCE_EXHAUSTED: 429,
     StatusCode.CANCELLED: 499,
     StatusCode.INTERNAL: 500,
@@ -29,6 +30,7 @@ KIND = {
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
+    409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",

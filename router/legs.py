@@ -23,6 +23,7 @@ from protos import worker_pb2 as wpb
 from protos import worker_pb2_grpc as rpc
 from router.errors import RequestFailed
 from router.worker import Worker
+from transport.plain_words import plain_words
 
 UNREAD_EVENTS = 256  # of both legs; a client that reads slowly then holds its workers back
 STATUS_DETAILS = "grpc-status-details-bin"
@@ -35,7 +36,9 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a leg ended. `connected` says whether its worker still answered then."""
+    """How a leg ended. `connected` says whether its worker still answered then, `heard` what gRPC
+    said in place of a worker: for logs.
+    """
 
     role: Role
     worker: Worker
@@ -43,6 +46,7 @@ class Ended:
     details: str
     connected: bool = True
     retry_after_s: float | None = None
+    heard: str = ""
 
     @property
     def ok(self) -> bool:
@@ -188,13 +192,16 @@ class Leg:
             async for event in self._call:
                 await self._queue.put(event)
         except grpc.aio.AioRpcError as error:
+            heard = error.details() or ""
+            details = plain_words(heard)
             return Ended(
                 self.role,
                 self.worker,
                 error.code(),
-                error.details() or "",
+                details,
                 connected=self.worker.connected,
                 retry_after_s=retry_hint(error),
+                heard=heard if heard != details else "",
             )
         except asyncio.CancelledError:
             reader = asyncio.current_task()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.clock import Clock
-from router.errors import Overloaded, RequestFailed, Unavailable, Withdrawn
+from router.errors import Overloaded, Repeated, RequestFailed, Unavailable, Withdrawn, shown
 from router.legs import Legs
 from router.request import Tenant
 
@@ -35,7 +35,7 @@ class Register:
         self._max_requests = max_requests
         self._retry_after_s = retry_after_s
         self._clock = clock
-        self._open: set[Ticket] = set()
+        self._open: dict[tuple[bytes, str], Ticket] = {}  # by tenant and id
         self.draining = False
 
     @property
@@ -43,7 +43,9 @@ class Register:
         return len(self._open)
 
     def admit(self, tenant: Tenant, request_id: str) -> Ticket:
-        """Take a place; `leave` gives it back. Raises Overloaded, or Unavailable at the end."""
+        """Take a place; `leave` gives it back. Raises Repeated where the tenant's request of this
+        id still runs, Overloaded, or Unavailable at the end.
+        """
         if self.draining:
             raise Unavailable("the router is stopping", retry_after_s=self._retry_after_s)
         if len(self._open) >= self._max_requests:
@@ -51,23 +53,24 @@ class Register:
                 f"{len(self._open)} requests are open, the limit is {self._max_requests}",
                 retry_after_s=self._retry_after_s,
             )
-        ticket = Ticket(tenant, request_id)
-        self._open.add(ticket)
+        place = (tenant.key, request_id)
+        if place in self._open:
+            raise Repeated(
+                f"request_id: {shown(request_id)} is the id of a request that still runs; wait for"
+                " its end, cancel it, or use another id"
+            )
+        ticket = self._open[place] = Ticket(tenant, request_id)
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        self._open.remove(ticket)
+        del self._open[ticket.tenant.key, ticket.request_id]
 
     def cancel(self, tenant: Tenant, request_id: str) -> bool:
-        """End the tenant's requests of this id. A stranger's id is as unknown as no id."""
-        found = [
-            each
-            for each in self._open
-            if each.request_id == request_id and each.tenant.key == tenant.key
-        ]
-        for ticket in found:
+        """End the tenant's request of this id. A stranger's id is as unknown as no id."""
+        ticket = self._open.get((tenant.key, request_id))
+        if ticket is not None:
             ticket.end(Withdrawn("the request was cancelled by its id"))
-        return bool(found)
+        return ticket is not None
 
     async def drain(self, grace_s: float) -> None:
         """Admit nobody more, wait for those inside, and end those who take too long."""
@@ -75,5 +78,5 @@ class Register:
         until = self._clock.now() + grace_s
         while self._open and self._clock.now() < until:
             await self._clock.sleep(POLL_S)
-        for ticket in self._open:
+        for ticket in self._open.values():
             ticket.end(Unavailable("the router is stopping"))

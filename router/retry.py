@@ -30,7 +30,8 @@ def conclusion(
             f"{shed.worker.name} has no room: {shed.details}; {delivered}{remark}",
             retry_after_s=shed.retry_after_s or retry_after_s,
         )
-    return Unavailable(f"{failure}; {delivered}{remark}", retry_after_s=retry_after_s)
+    again = f"repeat the request after {retry_after_s:g} s"
+    return Unavailable(f"{failure}; {delivered}{remark}; {again}", retry_after_s=retry_after_s)
 
 
 def _final(end: Ended, delivered: str) -> RequestFailed:

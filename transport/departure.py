@@ -113,8 +113,7 @@ class Departure:
         return Frame(key=self.order.key.to_proto(), seal_all=seal)
 
     def name_of(self, rank: int) -> str:
-        target = self.order.target
-        return f"{target.worker} rank {rank} at {target.rank_addresses[rank]}"
+        return f"{self.order.target.worker} rank {rank}"
 
     def report(self, now: float) -> ShipmentReport:
         pairs = self.outgoing.pairs.values()

@@ -17,6 +17,7 @@ from protos.transfer_pb2 import Frame, Hello, Welcome
 from transport.grpc_options import channel_options
 from transport.joined import Message, Unsent, join, split
 from transport.link import Ending, Fill, LinkClosed, LinkRefused, WireQuarantined
+from transport.plain_words import why
 from transport.threads import Threads
 
 HANGUP_S = 1.0  # for the other end to read what was sent before we hang up
@@ -52,10 +53,10 @@ class GrpcLink:
         try:
             message = await self.end.unless(self._read())
         except _STREAM_ERRORS as error:
-            self.end.come(_reason(error))
+            self.end.come(why(error))
             if isinstance(error, grpc.RpcError) and _refuses(error):
-                raise LinkRefused(_reason(error)) from error
-            raise LinkClosed(_reason(error)) from error
+                raise LinkRefused(why(error)) from error
+            raise LinkClosed(why(error)) from error
         if not isinstance(message, tuple):  # gRPC's EOF
             self.hung_up = True
             self.end.come("the other end hung up")
@@ -71,7 +72,7 @@ class GrpcLink:
             try:
                 await self._write(message)
             except _STREAM_ERRORS as error:
-                raise LinkClosed(_reason(error)) from error
+                raise LinkClosed(why(error)) from error
 
 
 class GrpcClientLink(GrpcLink):
@@ -175,9 +176,3 @@ def _refuses(error: grpc.RpcError) -> bool:
     return isinstance(error, grpc.aio.AioRpcError) and (
         error.code() is grpc.StatusCode.FAILED_PRECONDITION
     )
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.details() or error.code().name
-    return str(error) or type(error).__name__

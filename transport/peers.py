@@ -10,6 +10,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
+import structlog
+
 from protos.transfer_pb2 import Frame, Hello, Quarantine
 from transport.clock import Clock
 from transport.link import (
@@ -21,7 +23,10 @@ from transport.link import (
     WireQuarantined,
 )
 from transport.orders import Code, Identity, ShipmentOrder, TransferFailed
+from transport.plain_words import heard
 from transport.port import Port
+
+log = structlog.get_logger()
 
 Handle = Callable[[Port, Frame], Awaitable[None]]
 Lose = Callable[[Port, str], None]
@@ -89,7 +94,11 @@ class Peers:
         except LinkRefused as refused:
             raise TransferFailed(Code.FAILED_PRECONDITION, str(refused)) from refused
         except LinkClosed as closed:
-            raise TransferFailed(Code.UNAVAILABLE, f"cannot reach {where}: {closed}") from closed
+            log.warning(
+                "link_failed", to=where, wire=wire, reason=heard(closed.__cause__ or closed)
+            )
+            who = f"{target.worker} rank {rank} over {wire}"
+            raise TransferFailed(Code.UNAVAILABLE, f"cannot reach {who}: {closed}") from closed
         welcome = port.link.welcome
         if (welcome.decode_rank, welcome.decode_epoch) != (rank, order.key.decode_epoch):
             there = f"rank {welcome.decode_rank} of epoch {welcome.decode_epoch}"

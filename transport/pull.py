@@ -16,6 +16,7 @@ from protos.transfer_pb2 import CellRun, FetchedCells, FetchRequest
 from protos.transfer_pb2_grpc import CellsStub
 from transport.grpc_options import channel_options
 from transport.orders import Lender, ShipmentKey
+from transport.plain_words import why
 
 Part = tuple[CellRun, FetchedCells]  # where in the prompt, and the cells
 
@@ -112,9 +113,9 @@ class GrpcPuller:
                 if not part.missing:
                     yield run, part
         except grpc.aio.AioRpcError as error:
-            raise PullFailed(f"{error.code().name}: {error.details()}") from error
+            raise PullFailed(f"{error.code().name}: {why(error)}") from error
         except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            raise PullFailed(str(error) or type(error).__name__) from error
+            raise PullFailed(why(error)) from error
         finally:
             await channel.close(None)
 

@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 
 from engine import request as engine_request
 from transport.orders import TransferFailed
+from transport.plain_words import why
 
 if TYPE_CHECKING:
     Context: TypeAlias = grpc.aio.ServicerContext[Anything, Anything]
@@ -49,7 +50,7 @@ def refusals() -> Iterator[None]:
     except TransferFailed as error:
         raise Refused(STATUS[error.code], error.reason) from error
     except grpc.aio.AioRpcError as error:
-        reason = f"a rank of this worker answered {error.code().name}: {error.details()}"
+        reason = f"a rank of this worker answered {error.code().name}: {why(error)}"
         raise Refused(error.code(), reason) from error
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
@@ -20,10 +21,20 @@ from prefix_index.quarantine import Quarantine
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
 from router.callers import EVERYONE
-from router.errors import Broken, Overloaded, RequestFailed, TimedOut, Unavailable, Withdrawn
+from router.errors import (
+    Broken,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    TimedOut,
+    Unavailable,
+    Withdrawn,
+)
 from router.request import Tenant
 from tests.router.fakes import (
+    IDLE,
     IDLE_DECODE,
+    PROMPT,
     Abort,
     FakeCluster,
     FakeWorker,
@@ -180,7 +191,7 @@ async def test_attempts_are_bounded_and_the_last_is_decodes_alone(cluster: FakeC
     for number in range(6):
         await cluster.add(f"prefill-{number}", aborting(UNAVAILABLE))
     decode = await cluster.add("decode-0", cut_after(0))
-    with pytest.raises(Unavailable, match=r"4 attempts were made$") as caught:
+    with pytest.raises(Unavailable, match=r"4 attempts were made; repeat") as caught:
         await cluster.ask(**without_pins())
     assert [bool(each.transfer_id) for each in decode.requests[-1:]] == [False]
     assert sum(len(cluster.workers[f"prefill-{number}"].requests) for number in range(6)) == 3
@@ -607,4 +618,137 @@ async def test_a_refusal_for_quarantine_costs_an_attempt_and_no_request(
     assert ids_of(events) == ALL
     journey = usage_of(events).journey
     assert (journey.attempts, journey.prefill) == (2, "prefill-1")
+    await cluster.check()
+
+
+DOWN = (
+    "decode-0 failed with UNAVAILABLE: nobody answers at its address; tokens delivered: 1;"
+    " no usable replica: decode-0 has just failed this request; repeat the request after 1 s"
+)
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+async def test_a_decode_that_is_down_is_named_without_what_sockets_say(
+    cluster: FakeCluster, door: str
+) -> None:
+    _, decode = await cluster.add_pair()
+    await decode.die()
+    if door == "grpc":
+        stub = await cluster.grpc_stub()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Generate(request(**without_pins())):
+                pass
+        said = (caught.value.code(), caught.value.details())
+        assert said == (UNAVAILABLE, DOWN)
+    else:
+        url = await cluster.http_url()
+        asked = {"model": "checksum", "prompt": PROMPT, "max_tokens": 9}
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(f"{url}/v1/completions", json=asked)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["message"] == DOWN
+    (failed,) = cluster.log("attempt.failed")
+    (heard,) = failed["heard"]
+    assert "Connection refused" in heard
+
+
+async def test_a_decode_that_dies_while_it_streams_is_named_without_what_sockets_say(
+    cluster: FakeCluster,
+) -> None:
+    streaming = asyncio.Event()
+
+    async def hanging(worker: FakeWorker, asked: wpb.DecodeRequest) -> AsyncIterator[object]:
+        async for event in adopted(worker, asked):
+            yield event
+        async for event in rest(worker, asked, upto=3):
+            yield event
+        streaming.set()
+        await never()
+
+    await cluster.add("prefill-0")
+    decode = await cluster.add("decode-0", hanging)
+    asking = asyncio.create_task(cluster.ask())
+    await streaming.wait()
+    await decode.die()
+    with pytest.raises(Unavailable) as caught:
+        await asking
+    assert caught.value.message == (
+        "decode-0 failed with UNAVAILABLE: its connection broke; tokens delivered: 3;"
+        " repeat the request after 1 s"
+    )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_pin_to_nobody_is_refused_by_its_field_with_the_names_there_are(
+    cluster: FakeCluster, role: str
+) -> None:
+    await cluster.add("prefill-0")
+    await cluster.add("prefill-1")
+    await cluster.add("decode-0")
+    names = {"prefill": "prefill-0, prefill-1", "decode": "decode-0"}[role]
+    with pytest.raises(InvalidRequest) as caught:
+        await cluster.ask(pins=pb.Pins(**{role: "prefill-9"}))
+    assert caught.value.field == f"pins.{role}"
+    assert caught.value.message == (
+        f"pins.{role}: no {role} worker 'prefill-9' is registered; there are: {names}"
+    )
+    await cluster.check()
+
+
+async def test_a_pin_to_a_worker_that_drains_says_that_it_is_not_ready(
+    cluster: FakeCluster,
+) -> None:
+    await cluster.add("prefill-0", load=replace(IDLE, draining=True))
+    await cluster.add("prefill-1")
+    await cluster.add("decode-0")
+    with pytest.raises(Unavailable) as caught:
+        await cluster.ask(pins=pb.Pins(prefill="prefill-0"))
+    assert caught.value.message == (
+        "pins.prefill: prefill-0 is registered but not ready: it is draining"
+    )
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+async def test_an_id_that_still_runs_is_refused_by_name_and_free_again_at_its_end(
+    cluster: FakeCluster, door: str
+) -> None:
+    running, go_on = asyncio.Event(), asyncio.Event()
+
+    async def waiting(worker: FakeWorker, asked: wpb.DecodeRequest) -> AsyncIterator[object]:
+        running.set()
+        await go_on.wait()
+        async for event in decode_script(worker, asked):
+            yield event
+
+    await cluster.add("prefill-0")
+    decode = await cluster.add("decode-0", waiting)
+    first = asyncio.create_task(cluster.ask(request_id="mine"))
+    await running.wait()
+    said = (
+        "request_id: 'mine' is the id of a request that still runs; wait for its end, cancel it,"
+        " or use another id"
+    )
+    if door == "grpc":
+        stub = await cluster.grpc_stub()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Generate(request(request_id="mine")):
+                pass
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert caught.value.details() == said
+    else:
+        url = await cluster.http_url()
+        asked = {"model": "checksum", "prompt": PROMPT, "max_tokens": 9}
+        async with httpx.AsyncClient(headers={"x-request-id": "mine"}) as client:
+            answer = await client.post(f"{url}/v1/completions", json=asked)
+        assert answer.status_code == 409
+        assert answer.json()["error"] == {
+            "message": said,
+            "type": "conflict_error",
+            "param": None,
+            "code": "repeated",
+        }
+    assert len(decode.requests) == 1
+    go_on.set()
+    assert ids_of(await first) == ids_of(await cluster.ask(request_id="mine")) == ALL
+    assert cluster.handler.cancel(EVERYONE, "mine") is False
     await cluster.check()
