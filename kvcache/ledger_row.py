@@ -243,7 +243,7 @@ class Origin:
     tp: int
 
     def __str__(self) -> str:
-        return f"{self.worker} rank {self.rank}"
+        return f"{self.worker} rank {self.rank} (epoch {self.epoch})"
 
 
 @dataclass(frozen=True, slots=True)

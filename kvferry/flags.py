@@ -42,8 +42,10 @@ Explain = Annotated[bool, typer.Option("--explain", help="Show where it went and
 System = Annotated[str | None, typer.Option(help="System prompt.")]
 
 
-def writable(path: Path) -> Path:
+def writable(param: typer.CallbackParam, path: Path | None) -> Path | None:
     """Of an option: refused before anything runs whose outcome could not be kept."""
+    if path is None:
+        return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -51,7 +53,8 @@ def writable(path: Path) -> Path:
         if is_new:
             path.unlink()
     except OSError as error:
-        raise CommandError(f"--out {path} cannot be written: {error.strerror}") from error
+        option = param.opts[0]
+        raise CommandError(f"{option} {path} cannot be written: {error.strerror}") from error
     return path
 
 

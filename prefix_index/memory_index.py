@@ -56,8 +56,9 @@ class MemoryIndex:
         self._num_changes = 0
         self._changed = asyncio.Event()
 
-    async def next_epoch(self, name: str) -> int:
-        self._epochs[name] = self._epochs.get(name, 0) + 1
+    async def next_epoch(self, name: str, least: int = 0) -> int:
+        """`least` is where whoever has wiped an index before this one lets epochs go on."""
+        self._epochs[name] = max(least, self._epochs.get(name, 0) + 1)
         return self._epochs[name]
 
     async def register(self, record: WorkerRecord, lease_s: float) -> Residency:

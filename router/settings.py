@@ -2,7 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from transport.host_name import checked_host
 
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -16,7 +18,7 @@ class RouterSettings(BaseModel):
 
     model: str = "smollm2"  # a preset, a GGUF file, or a Hugging Face folder
     served_name: Annotated[str, Field(max_length=200)] = ""  # empty: the model's own name
-    host: str = "127.0.0.1"
+    host: Annotated[str, AfterValidator(checked_host)] = "127.0.0.1"  # not of IPv6
     grpc_port: Port = 50051
     http_port: Port = 8000
     redis_url: str = "redis://127.0.0.1:6380"

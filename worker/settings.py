@@ -3,11 +3,20 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from kvcache.layout import KvLayout
 from model.weight_form import WeightForm
 from transport.faults import FaultSpec
+from transport.host_name import checked_host
 
 WireName = Literal["shm", "tcp", "grpc", "gloo", "nccl"]
 Count = Annotated[int, Field(ge=1)]
@@ -48,7 +57,7 @@ class WorkerSettings(BaseModel):
     # Of each rank. 0: its share of the cores; `up` shares them among all ranks that it starts.
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, AfterValidator(checked_host)] = "127.0.0.1"  # not of IPv6
     port: Port = 0
     system_port: Port = 0
     # Labels: shipping costs a little more between two nodes, and more between two zones.

@@ -57,6 +57,8 @@ class SystemServer:
                 f"cannot listen on {self._host}:{self._port}: stop what listens there, or set "
                 "another system_port"
             ) from error
+        # Each connection has it from its listener: else a body waits 40 ms for its head's receipt.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.address = f"{self._host}:{listener.getsockname()[1]}"
         config = uvicorn.Config(self._app(), log_level="error", lifespan="off")
         self._server = _UnsignalledServer(config)

@@ -19,6 +19,7 @@ from kvferry.lab.namespaces import why_no_namespaces, why_slow_links
 from kvferry.lab.topology import Shape, Topology, parse_loss
 
 DOWN_TIMEOUT_S = 20.0
+STATE_DIR = "--state-dir"
 
 
 async def up(folder: Path, topology: Topology, kind: Kind | None, console: Console) -> None:
@@ -107,9 +108,27 @@ async def address(folder: Path, source: str, target: str, port: int, console: Co
     _say(console, f"{host}:{where}")
 
 
+def own_options(words: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
+    """What stands between NODE and `--`, the state folder, and the command. Raises CommandError for
+    other options: a program's name begins with no dash.
+    """
+    state_dir: Path | None = None
+    while words and words[0].startswith("-") and words[0] != "--":
+        name, equals, value = words[0].partition("=")
+        if name != STATE_DIR:
+            raise CommandError(
+                f"lab exec has no option {name}: what belongs to the command comes after its name,"
+                " as in `kvferry lab exec NODE -- COMMAND`"
+            )
+        if not equals and len(words) < 2:
+            raise CommandError(f"{name} needs a folder")
+        state_dir, words = Path(value if equals else words[1]), words[1 if equals else 2 :]
+    return state_dir, words
+
+
 def become(folder: Path, node: str, command: Sequence[str]) -> None:
     """Go on as `command` inside the node. Raises CommandError."""
-    command = command[1:] if command[0] == "--" else command
+    command = command[1:] if command[:1] == ["--"] else command
     if not command:
         raise CommandError("say what to run: `kvferry lab exec NODE -- COMMAND`")
     record = read_record(folder)

@@ -57,10 +57,11 @@ def lab_show(state_dir: StateDir = None) -> None:
 
 @lab.command("exec", context_settings={"allow_interspersed_args": False})
 def lab_exec(node: str, command: list[str], state_dir: StateDir = None) -> None:
-    """Run a command inside a node: lab exec a -- ip address. Options come before the node."""
-    from kvferry.lab.commands import become
+    """Run a command inside a node: lab exec a -- ip address. Our options come before the --."""
+    from kvferry.lab.commands import become, own_options
 
-    become(_lab_folder(state_dir), node, command)
+    late, command = own_options(command)
+    become(_lab_folder(late or state_dir), node, command)
 
 
 @lab.command("address")

@@ -57,7 +57,10 @@ def capacity(
         Path, typer.Option(help="Where the figures go, as JSON.", callback=writable)
     ] = Path("bench/out/capacity.json"),
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
+        Path | None,
+        typer.Option(
+            "--plot", help="Where the plot goes.", show_default="beside it", callback=writable
+        ),
     ] = None,
 ) -> None:
     """Find how many prefill and decode workers a trace needs to be served in time."""

@@ -125,9 +125,14 @@ def replay(
         Path, typer.Option(help="Where the figures go, as JSON.", callback=writable)
     ] = Path("bench/out/replay.json"),
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
+        Path | None,
+        typer.Option(
+            "--plot", help="Where the plot goes.", show_default="beside it", callback=writable
+        ),
     ] = None,
-    decisions: Annotated[Path | None, typer.Option(help="Where every decision goes.")] = None,
+    decisions: Annotated[
+        Path | None, typer.Option(help="Where every decision goes.", callback=writable)
+    ] = None,
 ) -> None:
     """Send a trace through the real router and index, with simulated workers in virtual time."""
     from kvferry.replay.command import replay_command as run

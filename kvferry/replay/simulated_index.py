@@ -74,9 +74,7 @@ class SimulatedIndex:
 
     async def next_epoch(self, name: str) -> int:
         self._last_epoch += 1
-        while (epoch := await self._inner.next_epoch(name)) < self._last_epoch:
-            pass
-        return epoch
+        return await self._inner.next_epoch(name, self._last_epoch)
 
     async def register(self, record: WorkerRecord, lease_s: float) -> Residency:
         return await self._reached().register(record, lease_s)

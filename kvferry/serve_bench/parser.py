@@ -51,7 +51,10 @@ def serve(
         Path, typer.Option(help="Where the figures go, as JSON.", callback=writable)
     ] = Path("bench/out/serve.json"),
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
+        Path | None,
+        typer.Option(
+            "--plot", help="Where the plot goes.", show_default="beside it", callback=writable
+        ),
     ] = None,
     state_dir: StateDir = None,
 ) -> None:

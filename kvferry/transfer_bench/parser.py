@@ -46,7 +46,10 @@ def transfer(
         Path, typer.Option(help="Where the rows go, as JSON.", callback=writable)
     ] = Path("bench/out/transfer.json"),
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Where the plot goes.", show_default="beside it")
+        Path | None,
+        typer.Option(
+            "--plot", help="Where the plot goes.", show_default="beside it", callback=writable
+        ),
     ] = None,
 ) -> None:
     """Carry KV blocks between two processes over every wire, beside what the wire could carry."""

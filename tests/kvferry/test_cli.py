@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvferry.cli import app
 from kvferry.errors import CommandError
 from kvferry.flags import flags_of
 
@@ -121,3 +123,18 @@ def test_flags_go_into_their_sections_and_absent_ones_leave_no_trace() -> None:
     }
     with pytest.raises(CommandError, match="hides the flags"):
         flags_of(["decode=3"], decode__tp=1)
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+@pytest.mark.parametrize("command", ["replay", "capacity", "bench transfer", "bench serve"])
+def test_what_could_not_be_kept_is_refused_before_anything_runs(
+    command: str, option: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "figures")
+    line = [*command.split(), option, place]
+    if command != "bench transfer":
+        line.insert(len(command.split()), "no-such-trace.jsonl")
+    result = CliRunner().invoke(app, line)
+    assert isinstance(result.exception, CommandError)
+    assert str(result.exception).startswith(f"{option} {place} cannot be written: ")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvferry.cli import app
 from kvferry.errors import CommandError
+from kvferry.lab.commands import own_options
 from kvferry.lab.lab import read_record
 from kvferry.lab.namespaces import why_no_namespaces
 from kvferry.lab.netns import FOLDER
@@ -73,10 +74,28 @@ def test_what_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -> None:
         (["cut", "a", "b"], "no lab is running: start one with `kvferry lab up"),
         (["exec", "a", "true"], "no lab is running"),
         (["loss", "a", "b", "often"], "'often' is no loss"),
+        (["exec", "a", "--verbose", "true"], "lab exec has no option --verbose"),
+        (["exec", "a", "--state-dir"], "--state-dir needs a folder"),
+        (["exec", "a", "--state-dir", "/nowhere", "--"], "say what to run"),
     ):
         said = lab(tmp_path, *arguments)
         assert said.startswith("kvferry: ") and sentence in said
         assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "folder", "command"),
+    [
+        (["--state-dir", "/x", "--", "ls", "-l"], Path("/x"), ["--", "ls", "-l"]),
+        (["--state-dir=/x", "ls", "--state-dir", "y"], Path("/x"), ["ls", "--state-dir", "y"]),
+        (["--", "ls", "--state-dir", "y"], None, ["--", "ls", "--state-dir", "y"]),
+        (["ls", "-l"], None, ["ls", "-l"]),
+    ],
+)
+def test_the_labs_options_come_before_the_command_and_the_commands_stay_its_own(
+    words: list[str], folder: Path | None, command: list[str]
+) -> None:
+    assert own_options(words) == (folder, command)
 
 
 def test_a_lab_of_proxies_is_shown_changed_and_ended_from_another_terminal(tmp_path: Path) -> None:

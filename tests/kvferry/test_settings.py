@@ -241,3 +241,12 @@ def test_the_state_directory_is_the_users_own(
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert default_state_dir().name.startswith("kvferry-")
     assert Settings.model_fields["state_dir"].default_factory is default_state_dir
+
+
+@pytest.mark.parametrize("section", ["router", "prefill", "decode"])
+@pytest.mark.parametrize("host", ["::1", "[::1]", "fe80::1%eth0"])
+def test_an_ipv6_host_is_refused_at_start_with_what_to_give_instead(
+    section: str, host: str
+) -> None:
+    with pytest.raises(BadSettings, match="is an IPv6 address: give an IPv4 address or a name"):
+        load(flags={section: {"host": host}})

@@ -70,6 +70,23 @@ async def test_probes_and_metrics_have_a_port_of_their_own() -> None:
     await server.stop()
 
 
+async def test_operators_answers_do_not_wait_for_receipts(monkeypatch: pytest.MonkeyPatch) -> None:
+    listeners = []
+    right = socket.create_server
+
+    def noted(address: tuple[str, int]) -> socket.socket:
+        listeners.append(right(address))
+        return listeners[-1]
+
+    monkeypatch.setattr(socket, "create_server", noted)
+    well = Probe(True)
+    server = SystemServer("127.0.0.1", 0, lambda: well, lambda: well, CollectorRegistry())
+    await server.start()
+    (listener,) = listeners
+    assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    await server.stop()
+
+
 async def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
