@@ -1,6 +1,7 @@
 """Blocks of a prompt that another worker holds, taken from there before the prompt is queued.
 
-    awaited    somebody is taking the same blocks already: this prompt waits for those
+    awaited    somebody is taking the same blocks already: this prompt waits for those, and takes
+               none itself if they come short
     reserved   the prompt's first blocks are promised and bound, as for a transfer
     taken      each rank asks the holder for its heads, verifies them and writes them
     kept       what is whole on every rank is cached here, under its names; the rest is let go
@@ -71,18 +72,19 @@ class Borrowing:
         self._cleanups = cleanups
         self._clock = clock
         self._ledger = ledger
-        self._coming: dict[BlockHash, asyncio.Event] = {}  # by the last name that is being taken
+        # By the last name that is being taken; done with why it is less than was asked for.
+        self._coming: dict[BlockHash, asyncio.Future[str]] = {}
 
     async def fetch(self, request: Request, call: pb.PrefillRequest) -> Fetched:
         """Raises AioRpcError when a rank of this worker is lost."""
         fetched, began = Fetched(), self._clock.now()
-        await self._await_others(request)
-        if call.HasField("fetch"):
+        fetched.why = await self._await_others(request)
+        if call.HasField("fetch") and not fetched.why:
             names = request.names[: self._wanted(request, call.fetch)]
             here = self._engine.match(names)
             fetched.had_tokens = here * self._block_size
             if here < len(names):
-                self._coming[names[-1]] = asyncio.Event()
+                self._coming[names[-1]] = asyncio.get_running_loop().create_future()
                 taking = self._take(request, names, call, fetched)
                 await self._cleanups.run(taking, f"fetch for {request.request_id}")
         if fetched.why:
@@ -91,10 +93,14 @@ class Borrowing:
             fetched.ms = 1000 * (self._clock.now() - began)
         return fetched
 
-    async def _await_others(self, request: Request) -> None:
-        if self._coming:
-            for came in [self._coming[name] for name in request.names if name in self._coming]:
-                await came.wait()
+    async def _await_others(self, request: Request) -> str:
+        """Why they got less than they asked for, if so: whoever waited for them does not try again,
+        or prompts that begin alike would wait for one dead holder in turn.
+        """
+        while coming := [self._coming[name] for name in request.names if name in self._coming]:
+            if why := await asyncio.shield(coming[0]):
+                return f"as for another prompt: {why}"
+        return ""
 
     def _wanted(self, request: Request, fetch: pb.Fetch) -> int:
         """Blocks; the prompt's last token is always computed."""
@@ -127,7 +133,7 @@ class Borrowing:
             if reservation is not None:
                 self._engine.abandon(reservation)
         finally:
-            self._coming.pop(names[-1]).set()
+            self._coming.pop(names[-1]).set_result(fetched.why)
 
     def _note(self, fetched: Fetched, took: Sequence[Borrowed], num_blocks: int) -> None:
         fetched.num_tokens = num_blocks * self._block_size

@@ -26,6 +26,7 @@ from transport.books import ReceivingBook
 from transport.cell_runs import Cell, cells_of
 from transport.cells_servicer import MAX_RUNS
 from transport.config import TransportConfig
+from transport.fences import ended
 from transport.landing import CellSink
 from transport.orders import Holder, Identity, Lender, ShipmentKey
 from transport.pull import Pull, Puller, PullFailed
@@ -148,7 +149,7 @@ class Borrower:
             landed.why = landed.why or str(failed)
         finally:
             try:
-                await _ended(landed.jobs)
+                await ended(landed.jobs)
             finally:
                 self._close(landed, lenders)
         if landed.num_whole < len(order.names):
@@ -220,7 +221,8 @@ class Borrower:
         layer_bytes = max(layer.block_bytes(len(heads)) for layer in self._layers)
         step = max(1, self._config.chunk_bytes // layer_bytes)
         step = min(step, max(1, len(stretch) // LEAST_GROUPS))
-        step = max(step, -(-len(stretch) * len(self._layers) // MAX_RUNS))
+        most_steps = max(1, MAX_RUNS // len(self._layers))
+        step = max(step, -(-len(stretch) // most_steps))
         asked: list[CellRun] = []
         runs: list[CellRun] = []
         for first in range(0, len(stretch), step):
@@ -285,15 +287,3 @@ class Borrower:
         proofs = np.frombuffer(part.digests, dtype="<u8").astype(np.uint64, copy=False)
         bad = self._sink.scatter_cells(run.layer, block_ids, heads, cells, proofs)
         return frozenset(every[row // num_planes] for row in bad.tolist())
-
-
-async def _ended(jobs: Mapping[Job, object]) -> None:
-    """Wait for threads that write, whoever cancels the waiting."""
-    cancelled = False
-    while running := {job for job in jobs if not job.done()}:
-        try:
-            await asyncio.wait(running)
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError

@@ -27,6 +27,7 @@ from transport import books
 from transport.books import NO_CHUNK
 from transport.config import TransportConfig
 from transport.departure import CellSource, Departure
+from transport.fences import ended
 from transport.orders import ShipmentKey
 from transport.outgoing import Run
 from transport.plan import LayerCells, layer_cells
@@ -277,7 +278,7 @@ class CellsServicer(transfer_pb2_grpc.CellsServicer):
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
-            await asyncio.wait([job])  # the blocks must stay as long as they are read
+            await ended([job])  # the blocks must stay as long as they are read
             raise
 
 

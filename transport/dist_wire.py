@@ -55,7 +55,11 @@ class PrefillDistLink(SocketLink):
             if frame is None:
                 self._leave(room, None)
         if frame is not None:
-            self._pair.send(payload, partial(self._leave, room))
+            try:
+                self._pair.send(payload, partial(self._leave, room))
+            except Exception as error:  # the room is ours yet
+                self._leave(room, error)
+                raise
             self._stream.write_now(frame, None, num_bytes, GROUP)
 
     def _leave(self, room: "np.ndarray[tuple[int], np.dtype[np.uint8]]", error: object) -> None:

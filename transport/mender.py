@@ -220,6 +220,9 @@ class Mender:
             failure = f"{cells[0]} was not to be had from {pull.lender.address}: {failed}"
             log.warning("pull_failed", transfer=str(landing.order.key), reason=failure)
         finally:
-            await asyncio.gather(*jobs, return_exceptions=True)
-            landing.incoming.repairs.end_call(cells, failure)
+            try:
+                if jobs:
+                    await asyncio.wait(jobs)  # `gather` would cancel them: no end to who writes
+            finally:
+                landing.incoming.repairs.end_call(cells, failure)
         self.mend(landing)

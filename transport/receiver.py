@@ -14,6 +14,8 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+import structlog
+
 from kvcache.head_map import HeadInterval
 from kvcache.ledger import Ledger
 from protos.transfer_pb2 import Hello, Welcome
@@ -30,6 +32,8 @@ from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey
 from transport.port import Port
 from transport.pull import GrpcPuller, Puller
 from transport.threads import Threads
+
+log = structlog.get_logger()
 
 
 class Receiver:
@@ -178,8 +182,11 @@ class Receiver:
     async def _reap(self) -> None:
         while True:
             await self._clock.sleep(self._config.tick_s)
-            await self._arrivals.tick(self._clock.now())
-            self._mender.tick()
+            try:
+                await self._arrivals.tick(self._clock.now())
+                self._mender.tick()
+            except Exception:  # else no lease would end any more, and nobody would know
+                log.exception("reaper_failed", rank=str(self.identity))
 
     def _newer_life(self, hello: Hello) -> int:
         """The epoch of a later life of the same worker that is connected, or 0."""

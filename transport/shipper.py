@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+import structlog
+
 from kvcache.head_map import HeadInterval
 from kvcache.ledger import Ledger
 from transport import books
@@ -38,6 +40,8 @@ from transport.peers import Peers
 from transport.port import Port
 from transport.pumps import FoundRotten, Pumps
 from transport.threads import Threads
+
+log = structlog.get_logger()
 
 
 class Shipper:
@@ -210,7 +214,10 @@ class Shipper:
         while True:
             await self._clock.sleep(self._config.tick_s)
             now = self._clock.now()
-            self._departures.tick(now)
+            try:
+                self._departures.tick(now)
+            except Exception:  # else no lease would end any more, and nobody would know
+                log.exception("reaper_failed", rank=str(self.identity))
             for request_key, (expires_at, _) in list(self._early.items()):
                 if expires_at <= now:
                     del self._early[request_key]

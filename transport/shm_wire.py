@@ -160,11 +160,13 @@ class ShmConnector:
                 said, fd = await _receive(sock)
                 ring = ShmRing.open(fd)
                 shows = said == RING_AND_POOL and await self._show(sock)
-        except (TimeoutError, OSError, ValueError) as error:
+        except BaseException as error:
             sock.close()
             reason = f"no memory to share came: {error}"
             await control.close(reason)
-            raise LinkClosed(reason) from error
+            if isinstance(error, TimeoutError | OSError | ValueError):
+                raise LinkClosed(reason) from error
+            raise
         return PrefillShmLink(control, FrameSocket(sock), ring, shows_pool=shows)
 
     async def _show(self, sock: socket.socket) -> bool:

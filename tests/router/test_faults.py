@@ -686,8 +686,9 @@ async def test_a_pin_to_nobody_is_refused_by_its_field_with_the_names_there_are(
     await cluster.add("prefill-1")
     await cluster.add("decode-0")
     names = {"prefill": "prefill-0, prefill-1", "decode": "decode-0"}[role]
+    pins = pb.Pins(prefill="prefill-9") if role == "prefill" else pb.Pins(decode="prefill-9")
     with pytest.raises(InvalidRequest) as caught:
-        await cluster.ask(pins=pb.Pins(**{role: "prefill-9"}))
+        await cluster.ask(pins=pins)
     assert caught.value.field == f"pins.{role}"
     assert caught.value.message == (
         f"pins.{role}: no {role} worker 'prefill-9' is registered; there are: {names}"

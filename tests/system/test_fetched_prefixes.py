@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from kvcache.ledger_row import Account
 from protos import worker_pb2 as pb
 from protos.transfer_pb2 import FetchedCells, FetchRequest
 from protos.transfer_pb2_grpc import CellsServicer, CellsStub, add_CellsServicer_to_server
@@ -190,6 +191,28 @@ async def test_prompts_that_begin_alike_wait_for_one_fetch() -> None:
         )
         assert [each.cached_tokens for each in answers] == [96, 96, 96]
         assert sorted(each.fetched_tokens for each in answers) == [0, 0, 96]
+
+
+async def test_prompts_that_begin_alike_do_not_all_try_a_holder_that_fails() -> None:
+    wire, prompt = LoopbackWire(), prompt_of(100)
+    async with (
+        prefill_worker(SOURCE, wire, num_blocks=NUM_BLOCKS) as warm,
+        prefill_worker(SOURCE, wire, num_blocks=NUM_BLOCKS) as cold,
+        decode_worker(SOURCE, wire, num_blocks=NUM_BLOCKS) as decode,
+        failing(warm, 0) as addresses,
+    ):
+        await disaggregated(warm, decode, prompt, greedy(3))
+        decode.engine.flush_cache()
+        told = fetch(warm, addresses)
+        answers = await asyncio.gather(
+            *(disaggregated(cold, decode, prompt, greedy(5), 0, told) for _ in range(3))
+        )
+        assert [each.tokens for each in answers] == [[expected(prompt, 5)]] * 3
+        assert [each.fetched_tokens for each in answers] == [0, 0, 0]
+        rows = cold.ledgers[0].extract().rows
+        began = (rows["target"] == Account.RESERVED) & (rows["decode_epoch"] == 0)
+        assert began.sum() == 1
+        await cold.settled()
 
 
 async def test_a_worker_without_room_for_a_copy_computes() -> None:

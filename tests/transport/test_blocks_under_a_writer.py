@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.transport.broken import (
     TARGET,
     carry_whole,
     failures,
+    with_fault,
 )
 from tests.transport.harness import (
     MANIFEST,
@@ -26,6 +28,7 @@ from tests.transport.harness import (
     cluster,
     network,
 )
+from tests.transport.test_pull import damaging, serving
 from transport.orders import Identity
 from transport.shipper import Shipper
 
@@ -80,6 +83,47 @@ async def test_an_abort_returns_only_when_the_last_writer_is_gone() -> None:
             assert (old == new).all()  # no byte has moved since the abort returned
         await group.carry(NUM_TOKENS, SOURCE[::-1], TARGET)  # the same blocks, another request
         group.check_blocks(NUM_TOKENS, SOURCE[::-1], TARGET)
+
+
+class SlowRepair(SlowSink):
+    """Only the head that came damaged waits, when it comes again."""
+
+    def scatter_cells(
+        self, layer: int, block_ids: Sequence[int], heads: Sequence[int], *args: Any, **named: Any
+    ) -> NDArray[np.intp]:
+        if list(heads) == [1]:
+            return super().scatter_cells(layer, block_ids, heads, *args, **named)
+        return self._store.scatter_cells(layer, block_ids, heads, *args, **named)
+
+
+async def test_an_abort_waits_for_cells_that_came_by_a_call_as_well() -> None:
+    sinks: list[SlowRepair] = []
+
+    def slow(store: KvStore) -> SlowRepair:
+        sinks.append(SlowRepair(store))
+        return sinks[-1]
+
+    wrap, config = with_fault(outgoing=damaging), replace(QUICK, max_link_asks=0)
+    async with (
+        network("loopback") as net,
+        cluster(net, sink=slow, wrap=wrap, config=config) as group,  # type: ignore[arg-type]
+        serving(group) as address,
+    ):
+        (receiver,), (sink,), key = group.decode.receivers, sinks, group.key()
+        order = group.receipt_order(key, NUM_TOKENS, TARGET)
+        order = replace(order, source_addresses=(address,))
+        expected, shipped = asyncio.create_task(receiver.expect(order)), group.ship(key, NUM_TOKENS)
+        group.seal_all(key, NUM_TOKENS, SOURCE)
+        await asyncio.to_thread(sink.entered.wait)
+        await asyncio.sleep(0.2)  # the call has ended, and its task waits for the thread
+        aborting = asyncio.create_task(receiver.abort(key, "the client left"))
+        await failures(expected)
+        await asyncio.sleep(0.05)
+        assert not aborting.done()
+        assert receiver.open_transfers == 1
+        sink.may_write.set()
+        await aborting
+        await failures(*shipped)
 
 
 async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> None:

@@ -22,7 +22,7 @@ from tests.transport.harness import QUICK, SPEC, filled_store
 from tests.transport.test_damaged_loans import Rotting
 from tests.transport.test_pull import NAMES, SOURCE, Pins
 from transport.borrower import Borrowed, Borrower, BorrowOrder
-from transport.cells_servicer import CellsServicer
+from transport.cells_servicer import MAX_RUNS, CellsServicer
 from transport.counts import TransferCounts
 from transport.orders import Holder, Identity, ShipmentKey
 from transport.pull import GrpcPuller
@@ -148,3 +148,15 @@ async def test_a_fetch_that_is_cut_off_ends_its_books_after_the_last_thread() ->
                 await asyncio.sleep(0)
         fetching.cancel()
         await asyncio.gather(fetching, return_exceptions=True)
+
+
+async def test_as_many_runs_are_asked_for_as_a_call_may_have_however_many_blocks() -> None:
+    async with bench() as those:
+        for num_blocks in (1, 7, 4096, 5033):
+            names = tuple([NAMES[0]] * num_blocks)
+            order = BorrowOrder(ShipmentKey(bytes(16), 1, 1, 0), names, (), those.holder, 5)
+            lender = those.holder.lender(0, 0)
+            assert lender is not None
+            pull = those.borrower._pull(order, range(num_blocks), lender, [0, 1, 2])
+            assert len(pull.runs) <= MAX_RUNS
+            assert sum(run.num_blocks for run in pull.runs) == 3 * num_blocks
