@@ -140,6 +140,8 @@ class Borrower:
             return Borrowed(0, 0, why)
         landed = _Landed(order, self._book(order, lenders), len(self._layers) * len(self._heads))
         who = order.holder.worker or order.holder.instance
+        for lender in lenders:
+            self._watch.calls(lender, order.key)
         try:
             async with asyncio.timeout(order.timeout_s):
                 await self._take_all(landed, lenders)
@@ -167,15 +169,13 @@ class Borrower:
         return heads
 
     def _against(self, order: BorrowOrder, lenders: Lenders) -> str:
-        """Why nobody is asked; empty when they are, and one of them may be on trial."""
+        """Why nobody is asked; empty when they are."""
         holder = order.holder
         if not lenders:
             return f"{holder.instance} lacks heads of {self._heads}"
         for lender in lenders:
             if reason := self._watch.against(lender, order.key):
                 return f"{holder.worker} rank {lender.rank} is in quarantine: {reason}"
-        for lender in lenders:
-            self._watch.calls(lender, order.key)
         return ""
 
     def _book(self, order: BorrowOrder, lenders: Lenders) -> ReceivingBook:

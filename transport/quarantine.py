@@ -125,6 +125,7 @@ class Quarantines:
     def __init__(self, config: TransportConfig) -> None:
         self._config = config
         self._peers: OrderedDict[str, PeerRecord] = OrderedDict()
+        self._trials: dict[ShipmentKey, list[LinkRecord]] = {}  # what each transfer decides
 
     def call(self, name: LinkName, now: float) -> Quarantined | None:
         """Why this caller is to have no link now; None when it may have one."""
@@ -147,6 +148,7 @@ class Quarantines:
         peer, link = self._record(name)
         if link.standing is Standing.ON_TRIAL and link.trial is None:
             link.trial, link.num_clean = key, 0
+            self._trials.setdefault(key, []).append(link)
         if (left_s := peer.sentence.until - now) > 0:
             return _quarantined(name.worker, peer, "", left_s, now)
         if (left_s := link.left_s(now)) > 0:
@@ -205,6 +207,14 @@ class Quarantines:
         link.standing = Standing.SOUND
         link.rate.clear()
         return True
+
+    def over(self, key: ShipmentKey) -> None:
+        """Of a transfer that is over: what it was to decide and did not, as it went on over another
+        link, the next one does.
+        """
+        for link in self._trials.pop(key, ()):
+            if link.trial == key:
+                link.trial = None
 
     def standing(self, now: float) -> list[Quarantined]:
         """All that is left alone now; of several ranks' links over one wire, the longest."""

@@ -74,7 +74,8 @@ class Watch:
         for name in links:
             if self._quarantines.ended(name, key, committed):
                 self._counts.wires_cleared += 1
-                log.info("wire_cleared", link=str(name), decode=str(self._identity))
+                log.info("wire_cleared", link=str(name), worker=str(self._identity))
+        self._quarantines.over(key)
 
     def standing(self) -> list[Quarantined]:
         """All that is left alone now."""

@@ -203,3 +203,19 @@ def test_a_bad_wire_and_bad_calls_are_the_workers_and_calls_are_still_answered_m
     assert quarantines.against(other, KEY, now=0.0) == ""  # a transfer that runs may need it
     later = LinkName.by_call(Lender("i2", 0, "there:1", "p0", 2))
     assert quarantines.against(later, KEY, now=0.0) == ""  # its next life starts clean
+
+
+def test_a_trial_whose_transfer_went_on_over_another_link_is_left_to_the_next_one() -> None:
+    quarantines = Quarantines(CONFIG)
+    broken(quarantines, TCP, now=0.0)
+    assert quarantines.call(TCP, now=10.0) is None
+    quarantines.opens(TCP, KEY, now=10.0)
+    assert quarantines.call(TCP, now=11.0) is not None
+    quarantines.ended(SHM, KEY, True)  # the wire that it ended over
+    quarantines.over(KEY)
+    assert quarantines.call(TCP, now=11.0) is None
+    quarantines.opens(TCP, OTHER, now=11.0)
+    quarantines.landed(TCP, 10, 0, now=11.0)
+    assert quarantines.ended(TCP, OTHER, True)
+    quarantines.over(OTHER)
+    assert not quarantines._trials
