@@ -7,8 +7,8 @@ of their wires that is not, until it is worth trying again.
 """
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -57,7 +57,7 @@ class Peers:
         self._left_alone: dict[tuple[Address, str], tuple[float, str]] = {}  # see `_note`
         self._ports: dict[Address, Port] = {}
         self._readers: set[asyncio.Task[None]] = set()
-        self._dialling: defaultdict[Address, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._dialling: WeakValueDictionary[Address, asyncio.Lock] = WeakValueDictionary()
 
     async def port_to(self, order: ShipmentOrder, rank: int) -> Port:
         """The open link to one rank of the order's target, over the first of the order's wires that
@@ -80,7 +80,7 @@ class Peers:
             reason = f"no wire {wire!r} to {where}: this prefill worker has {ours}"
             raise TransferFailed(Code.FAILED_PRECONDITION, reason)
         try:
-            async with self._dialling[address]:
+            async with self._dialling.setdefault(address, asyncio.Lock()):
                 port = self._ports.get(address)
                 if (
                     port is None

@@ -43,8 +43,7 @@ async def fetch_a_prefix(tp: int = 1, *, damaged: bool = False) -> Report:
         return audit([each.extract() for each in ledgers], at_rest=True)
 
 
-@pytest.mark.parametrize("tp", [1, 3])
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize(("tp", "damaged"), [(1, True), (3, False), (3, True)])
 async def test_what_is_fetched_is_proved_from_both_sides(tp: int, damaged: bool) -> None:
     report = await fetch_a_prefix(tp, damaged=damaged)
     report.check()
