@@ -60,8 +60,8 @@ def lab_exec(node: str, command: list[str], state_dir: StateDir = None) -> None:
     """Run a command inside a node: lab exec a -- ip address. Our options come before the --."""
     from kvferry.lab.commands import become, own_options
 
-    late, command = own_options(command)
-    become(_lab_folder(late or state_dir), node, command)
+    late, words = own_options(command)
+    become(_lab_folder(late or state_dir), node, words)
 
 
 @lab.command("address")
