@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from kvcache.ledger import Ledger
+from kvcache.ledger_row import Origin
 from kvferry.audit.audit import audit
 from protos.transfer_pb2 import Chunk
 from tests.kvferry.audit_sides import CHUNK_BYTES, Both, chunk, pulled, whole
@@ -97,3 +99,12 @@ def test_a_transfer_that_ended_after_the_other_side_was_read_is_no_alarm() -> No
     report = audit([replace(ours, common_seq=1), before])
     report.check()
     assert len(report.one_sided) == 1
+
+
+def test_two_lives_of_one_worker_are_told_apart() -> None:
+    lives = [Origin("p", f"i{epoch}", epoch, "prefill", 0, 1) for epoch in (1, 2)]
+    report = audit([Ledger(origin).extract() for origin in lives])
+    assert [str(line.origin) for line in report.lines] == [
+        "p rank 0 (epoch 1)",
+        "p rank 0 (epoch 2)",
+    ]

@@ -81,7 +81,7 @@ def test_blocks_that_had_changed_are_counted_and_nobody_is_blamed(tmp_path: Path
     pool.take_stock()
     proved, text = said([tmp_path])
     assert proved
-    assert "rotten d rank 0: 1 cached blocks had changed, and were dropped" in text
+    assert "rotten d rank 0 (epoch 1): 1 cached blocks had changed, and were dropped" in text
 
 
 def test_what_is_no_ledger_is_said_in_a_sentence(tmp_path: Path) -> None:

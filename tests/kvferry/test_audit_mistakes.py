@@ -351,7 +351,8 @@ def test_a_broken_rule_names_transfer_rank_layer_and_block() -> None:
     _never_sent(both)
     (line,) = [str(broken) for broken in both.audit().broken if broken.rule is Rule.NEVER_SENT]
     transfer = "0" * 31 + "1/1"
-    assert line.startswith(f"NEVER_SENT: d rank 0, transfer {transfer}, layer 1, block 0: ")
+    where = f"d rank 0 (epoch 1), transfer {transfer}, layer 1, block 0"
+    assert line.startswith(f"NEVER_SENT: {where}: ")
 
 
 def test_a_group_that_adopts_before_every_rank_has_committed_is_named() -> None:

@@ -350,7 +350,7 @@ async def test_overload_is_429_with_retry_after(
     cluster: FakeCluster, http: httpx.AsyncClient, stream: bool
 ) -> None:
     await cluster.add_pair()
-    tickets = [cluster.register.admit(cluster.callers.tenant(None), "x") for _ in range(64)]
+    tickets = [cluster.register.admit(cluster.callers.tenant(None), f"x{n}") for n in range(64)]
     body = {"prompt": "x", "stream": stream}
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 429 and answer.headers["retry-after"] == "1"

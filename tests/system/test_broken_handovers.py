@@ -169,7 +169,7 @@ async def test_a_prompt_that_no_decode_worker_asks_for_is_freed_by_its_lease() -
     ):
         leg = await hand_in(prefill, decode, seed=0)
         async with asyncio.timeout(1.0 + 1.0 + 1.0):  # the lease, the reaper, a slow machine
-            with pytest.raises(Refused, match=f"{decode.identity.worker} rank 0 .* fell silent"):
+            with pytest.raises(Refused, match=f"{decode.identity.worker} rank 0 fell silent"):
                 await leg
             await prefill.settled()
 
