@@ -223,7 +223,7 @@ async def test_a_driver_that_makes_a_mistake_is_found(
         assert found.group_contains(AssertionError)
 
 
-@pytest.mark.parametrize("words", {words for _, words in DRIVERS.values()})
+@pytest.mark.parametrize("words", sorted({words for _, words in DRIVERS.values()}))
 async def test_without_a_mistake_no_transfer_is_found_fault_with(words: str) -> None:
     for seed in range(NUM_TRANSFERS):
         await random_transfers(seed, words)
