@@ -79,6 +79,30 @@ static void multiply(const matrix *by, const float *x, int64_t rows, float *out,
     team_meet(t);
 }
 
+/* Rows of a phase that does little with each: where there are many they are dealt some at a time, so
+ * that a member can fetch the next one, half of which another member wrote, beside its own. */
+typedef struct {
+    int64_t next, end, at_once;
+} rows_of;
+
+static rows_of rows_begin(int64_t num_rows) {
+    return (rows_of){0, 0, num_rows < 64 ? 1 : 8};
+}
+
+static int64_t rows_next(rows_of *rows, int64_t num_rows, team *t) {
+    if (rows->next == rows->end) {
+        rows->next = team_next(t) * rows->at_once;
+        rows->end = rows->next + rows->at_once;
+    }
+    return rows->next < num_rows ? rows->next++ : num_rows;
+}
+
+static void fetch(const rows_of *rows, const float *table, int64_t width) {
+    if (rows->next == rows->end) return;
+    const char *from = (const char *)(table + rows->next * width);
+    for (int64_t at = 0; at < width * (int64_t)sizeof(float); at += 64) __builtin_prefetch(from + at);
+}
+
 static float scale_of(const float *x, int64_t width, float eps) {
     vec squares = {};
     for (int64_t i = 0; i < width; i += LANES) {
@@ -101,7 +125,10 @@ static void add_and_norm(const job *j, const float *weight, team *t) {
     step *s = j->at;
     int64_t width = j->of->width;
     part_begins(NORM);
-    for (int64_t row; (row = team_next(t)) < s->num_rows;) {
+    rows_of rows = rows_begin(s->num_rows);
+    for (int64_t row; (row = rows_next(&rows, s->num_rows, t)) < s->num_rows;) {
+        fetch(&rows, s->x, width);
+        fetch(&rows, s->sum, width);
         float *x = s->x + row * width;
         const float *sum = s->sum + row * width;
         if (s->pending)
@@ -168,8 +195,13 @@ static void project(const job *j, team *t) {
 
 static void write(const job *j, team *t) {
     step *s = j->at;
+    int64_t width = (j->of->num_query_heads + 2 * j->of->num_kv_heads) * j->of->head_dim;
     part_begins(WRITE_KV);
-    for (int64_t row; (row = team_next(t)) < s->num_rows;) write_row(j, row);
+    rows_of rows = rows_begin(s->num_rows);
+    for (int64_t row; (row = rows_next(&rows, s->num_rows, t)) < s->num_rows;) {
+        fetch(&rows, s->qkv, width);
+        write_row(j, row);
+    }
     team_meet(t);
 }
 
