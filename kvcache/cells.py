@@ -37,3 +37,13 @@ def bad_cells(cells: NDArray[np.uint8], digests: NDArray[np.uint64]) -> NDArray[
     """
     assert len(cells) == len(digests), f"{len(cells)} cells, {len(digests)} digests"
     return np.flatnonzero(cell_digests(cells) != digests)
+
+
+def digests_to_bytes(digests: NDArray[np.uint64]) -> bytes:
+    """As they travel: u64 each, little-endian."""
+    return digests.astype("<u8", copy=False).tobytes()
+
+
+def digests_from_bytes(raw: bytes) -> NDArray[np.uint64]:
+    """Those that `digests_to_bytes` made of them, and may not be changed."""
+    return np.frombuffer(raw, dtype="<u8").astype(np.uint64, copy=False)

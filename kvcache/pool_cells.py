@@ -216,10 +216,8 @@ class PoolCells:
         and holds them against these. What is kept of whole blocks is not made anew.
         """
         pool_NPHSD, ids_B = self._layers[layer], self._checked(block_ids)
-        num_whole, num_cells = (
-            len(ids_B) - (tail_tokens is not None),
-            len(heads) * pool_NPHSD.shape[1],
-        )
+        num_whole = len(ids_B) - (tail_tokens is not None)
+        num_cells, block_bytes = self._block(layer, heads)
         digests = np.empty(len(ids_B) * num_cells, dtype=np.uint64)
         if self._shared is not None:
             self._settle(self._shared, pool_NPHSD, ids_B // self._parts)
@@ -236,8 +234,8 @@ class PoolCells:
             self.gather_cells(layer, block_ids[:num_whole], heads, digests=whole)
         else:
             compare = self._comparison(layer, ids_B, heads, None, whole)
-            cell_bytes = self.spec.block_size * pool_NPHSD.shape[4] * pool_NPHSD.itemsize
-            room_HPC = np.empty((1, len(heads), pool_NPHSD.shape[1], cell_bytes), dtype=np.uint8)
+            num_planes = pool_NPHSD.shape[1]
+            room_HPC = np.empty(block_bytes, np.uint8).reshape(1, len(heads), num_planes, -1)
             whole_BN, address = whole.reshape(num_whole, num_cells), pool_NPHSD.data_ptr()
             runs = self._local_runs(heads)
             for layout, room, first in self._host_runs(pool_NPHSD, runs, room_HPC):

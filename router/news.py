@@ -49,7 +49,7 @@ class News:
             self._awaited.append(_Awaited(instance, name, self._clock.now()))
 
     def listen(self) -> None:
-        """Whether any have come. To be called from time to time."""
+        """Note which have come. To be called from time to time."""
         awaited = self._awaited
         while awaited:
             told = self._last_told()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvcache.cells import digests_from_bytes
 from kvcache.head_map import HeadInterval
 from kvcache.ledger import Ledger
 from protos import rank_pb2
@@ -284,6 +285,6 @@ class Borrower:
         if len(part.digests) != 8 * num_rows or len(part.payload) != num_rows * layer.cell_bytes:
             return frozenset(every)
         cells = np.frombuffer(part.payload, dtype=np.uint8)
-        proofs = np.frombuffer(part.digests, dtype="<u8").astype(np.uint64, copy=False)
+        proofs = digests_from_bytes(part.digests)
         bad = self._sink.scatter_cells(run.layer, block_ids, heads, cells, proofs)
         return frozenset(every[row // num_planes] for row in bad.tolist())

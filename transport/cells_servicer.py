@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from kvcache.cells import digests_to_bytes
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten
 from kvcache.ledger import Ledger
@@ -296,7 +297,7 @@ def _gather(source: CellSource, piece: _Piece, num_planes: int, parts: int) -> F
         cells = source.gather_cells(run.layer, ids, run.heads, tail, digests=digests)
     except BlockRotten:
         return FetchedCells(run=run, missing=True)
-    proofs = digests.astype("<u8", copy=False).tobytes()
+    proofs = digests_to_bytes(digests)
     return FetchedCells(run=run, digests=proofs, payload=cells.tobytes())
 
 

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.cells import digests_to_bytes
 from kvcache.kept_digests import BlockRotten
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame, Open, SealAll
@@ -186,7 +187,7 @@ def _gather(
     digests = _digests(departure, heads, run)
     out = np.frombuffer(room, dtype=np.uint8)
     source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out, digests)
-    chunk = _chunk(part, room.nbytes, digests=_raw(digests))
+    chunk = _chunk(part, room.nbytes, digests=digests_to_bytes(digests))
     chunk.check = chunk_check(key, chunk)
     return chunk, Frame(key=key.to_proto(), chunk=chunk)
 
@@ -209,7 +210,7 @@ def _pour(
         raise
     if (room := outlet.rest(digests)) is not None:
         source.gather_cells(*cells, room, digests)
-    chunk.digests = _raw(digests)
+    chunk.digests = digests_to_bytes(digests)
     return chunk, chunk_check(key, chunk)
 
 
@@ -219,7 +220,7 @@ def _point(
     source, run, key = _cut(source, departure), part.run, departure.order.key
     digests = source.digest_cells(run.layer, run.block_ids, heads, run.tail_tokens)
     num_bytes = len(run.block_ids) * departure.shape.layers[run.layer].block_bytes(len(heads))
-    chunk = _chunk(part, num_bytes, digests=_raw(digests))
+    chunk = _chunk(part, num_bytes, digests=digests_to_bytes(digests))
     chunk.pool_blocks = np.array(run.block_ids, dtype="<i8").tobytes()
     chunk.tail_tokens = run.tail_tokens or 0
     chunk.check = chunk_check(key, chunk)
@@ -234,10 +235,6 @@ def _cut(source: Pool, departure: Departure) -> Pool:
 def _digests(departure: Departure, heads: Sequence[int], run: Run) -> NDArray[np.uint64]:
     num_planes = len(departure.shape.layers[run.layer].planes)
     return np.empty(len(run.block_ids) * len(heads) * num_planes, dtype=np.uint64)
-
-
-def _raw(digests: NDArray[np.uint64]) -> bytes:
-    return digests.astype("<u8", copy=False).tobytes()
 
 
 def _chunk(part: Part, num_bytes: int, digests: bytes = b"", piece_blocks: int = 0) -> Chunk:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.cell_catcher import CellCatcher
-from kvcache.cells import bad_cells
+from kvcache.cells import bad_cells, digests_from_bytes, digests_to_bytes
 from kvcache.mapped_pool import MappedCells
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import CellRun, Chunk, Frame
@@ -143,7 +143,7 @@ class Lander:
         count, digests = chunk.piece_blocks, None
         if not count:
             whole = len(chunk.digests) // 8 * 8
-            digests = np.frombuffer(chunk.digests[:whole], "<u8").astype(np.uint64, copy=False)
+            digests = digests_from_bytes(chunk.digests[:whole])
             count = piece_blocks(inlet.nbytes // run.num_blocks, 0)
         made = sink.catcher(run.layer, ids, run.heads, count, digests)
         fits = made is not None and made.num_bytes == inlet.nbytes
@@ -190,7 +190,7 @@ def catch(landing: Landing, run: CellRun, chunk: Chunk, catcher: Catcher) -> Lan
             return Landed(written=False)
         sent = Chunk()
         sent.CopyFrom(chunk)
-        sent.digests = cells.digests.astype("<u8", copy=False).tobytes()
+        sent.digests = digests_to_bytes(cells.digests)
         if cells.seal != chunk_check(landing.order.key, sent):
             cells.forget()
             rows = np.arange(len(cells.digests))
@@ -245,7 +245,7 @@ def bad_rows(
         return np.arange(num_rows), f"{len(digests)} bytes of digests for {num_rows} cells"
     whole = min(payload.nbytes, want) // cell_bytes
     cells = np.frombuffer(payload[: whole * cell_bytes], dtype=np.uint8).reshape(whole, cell_bytes)
-    bad = bad_cells(cells, np.frombuffer(digests, dtype="<u8")[:whole])
+    bad = bad_cells(cells, digests_from_bytes(digests)[:whole])
     size = "" if payload.nbytes == want else f"{payload.nbytes} bytes came where {want} belong"
     return np.concatenate((bad, np.arange(whole, num_rows))), size
 
@@ -277,7 +277,7 @@ def _place(
     if shape.parts > 1:
         sink = sink.cut(shape.block_size)
     ids = shape.part_ids(landing.order.block_table, first, first + run.num_blocks)
-    return sink, ids, np.frombuffer(digests, dtype="<u8").astype(np.uint64, copy=False)
+    return sink, ids, digests_from_bytes(digests)
 
 
 def _scatter(

@@ -12,6 +12,7 @@ from kvcache.kv_store import KvStore
 from tests.transport.broken import failures
 from tests.transport.harness import Cluster, cluster, network, soon
 from transport.chunk_check import chunk_check
+from transport.orders import Receipt, ShipmentKey, ShipmentReport
 
 SOURCE, TARGET, NUM_TOKENS = [9, 3, 17, 4, 0, 21], [2, 5, 11, 1, 8, 20], 23
 
@@ -130,9 +131,7 @@ async def test_an_abort_waits_for_the_writer_and_not_for_what_is_still_to_come(
 ) -> None:
     async with network("tcp") as net, cluster(net) as group:
         (receiver,), key = group.decode.receivers, group.key()
-        expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
-        group.seal_all(key, NUM_TOKENS, SOURCE)
-        await asyncio.to_thread(stall.at_half.wait, 10)
+        expected, shipped = await half_shipped(group, stall, key)
         await soon(lambda: receiver.open_transfers == 1)
         await receiver.abort(key, "the client left")  # the stall lasts until this has returned
         before = group.snapshot()
@@ -143,6 +142,16 @@ async def test_an_abort_waits_for_the_writer_and_not_for_what_is_still_to_come(
             assert (old[TARGET] == new[TARGET]).all()  # not a byte since the abort returned
         await carried(group)
         assert receiver.counts.links_lost == 0
+
+
+async def half_shipped(
+    group: Cluster, stall: Stall, key: ShipmentKey
+) -> tuple["list[asyncio.Task[Receipt]]", "list[asyncio.Task[ShipmentReport]]"]:
+    """Both legs of a transfer whose first payload has come by half."""
+    expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
+    group.seal_all(key, NUM_TOKENS, SOURCE)
+    await asyncio.to_thread(stall.at_half.wait, 10)
+    return expected, shipped
 
 
 async def carried_elsewhere(group: Cluster) -> None:
@@ -157,9 +166,7 @@ async def test_a_link_that_ends_within_a_payload_ends_its_transfer_and_frees_the
 ) -> None:
     async with network("tcp") as net, cluster(net) as group:
         (receiver,), key = group.decode.receivers, group.key()
-        expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
-        group.seal_all(key, NUM_TOKENS, SOURCE)
-        await asyncio.to_thread(stall.at_half.wait, 10)
+        expected, shipped = await half_shipped(group, stall, key)
         (port,) = receiver._ports
         await port.link.close("the network is gone")
         ends = await failures(*expected)
