@@ -186,6 +186,8 @@ class Arrivals:
             landing.post(abort_frame(key, failure))
             for task in landing.pulls:
                 task.cancel()
+            for inlet in landing.inlets.values():  # what has not begun to come is not waited for
+                inlet.withdraw(failure.reason)
             if not landing.result.done():
                 landing.result.set_exception(failure)
         incoming.settle(len(landing.jobs))

@@ -15,7 +15,7 @@ from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame, Open, SealAll
 from transport.books import SendingBook
 from transport.chunk_check import chunk_check
-from transport.link import Outlet
+from transport.link import Outlet, Pouring
 from transport.orders import FirstToken, ShipmentOrder, ShipmentReport
 from transport.outgoing import Outgoing, Part, Run
 from transport.pieces import piece_blocks
@@ -141,17 +141,26 @@ def gather(
     return _read(departure, rank, part, work)
 
 
-def pour(
+def pouring(
     source: Pool,
     departure: Departure,
     rank: int,
     heads: Sequence[int],
     part: Part,
-    outlet: Outlet,
-) -> int | None:
-    """As `gather`, but the payload leaves while it is built, behind its frame. Returns its seal."""
-    work = partial(_pour, source, departure, heads, part, outlet)
-    return _read(departure, rank, part, work)
+    num_bytes: int,
+) -> Pouring:
+    """As `gather`, but the payload leaves while it is built, and its frame may leave before."""
+    num_blocks = len(part.run.block_ids)
+    num_digests = num_blocks * len(heads) * len(departure.shape.layers[part.run.layer].planes)
+    count = piece_blocks(num_bytes // num_blocks, num_digests // num_blocks)
+    chunk, key = _chunk(part, num_bytes, piece_blocks=count), departure.order.key
+    chunk.check = chunk_check(key, chunk)
+
+    def pour(outlet: Outlet) -> int | None:
+        work = partial(_pour, source, departure, heads, part, chunk, outlet)
+        return _read(departure, rank, part, work)
+
+    return Pouring(Frame(key=key.to_proto(), chunk=chunk), num_bytes, num_digests, pour)
 
 
 def point(
@@ -193,18 +202,20 @@ def _gather(
 
 
 def _pour(
-    source: Pool, departure: Departure, heads: Sequence[int], part: Part, outlet: Outlet
+    source: Pool,
+    departure: Departure,
+    heads: Sequence[int],
+    part: Part,
+    chunk: Chunk,
+    outlet: Outlet,
 ) -> tuple[Chunk, int]:
+    """`chunk` gets the digests of what has left."""
     source, run, key = _cut(source, departure), part.run, departure.order.key
     digests = _digests(departure, heads, run)
-    num_blocks, num_bytes = len(run.block_ids), outlet.num_bytes
-    count = piece_blocks(num_bytes // num_blocks, len(digests) // num_blocks)
-    chunk = _chunk(part, num_bytes, piece_blocks=count)
-    chunk.check = chunk_check(key, chunk)
     cells = (run.layer, run.block_ids, heads, run.tail_tokens)
-    fd, piece = outlet.begin(Frame(key=key.to_proto(), chunk=chunk), len(digests))
+    fd, piece = outlet.begin()
     try:
-        outlet.gone(source.pour_cells(*cells, fd, piece, count, digests))
+        outlet.gone(source.pour_cells(*cells, fd, piece, chunk.piece_blocks, digests))
     except BlockRotten:  # which is found out when all has left
         outlet.all_gone()
         raise

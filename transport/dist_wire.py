@@ -13,15 +13,15 @@ import numpy as np
 
 from kvcache import host_memory
 from protos.transfer_pb2 import Hello
-from transport.frame_socket import MAX_PAYLOAD_BYTES, FrameSocket, parse_frame
+from transport.frame_socket import FrameSocket, parse_frame
 from transport.link import Connector, Fill, Link, LinkClosed, Payload
 from transport.meeting import await_caller, call, listen_tcp
+from transport.messages import GROUP, MAX_PAYLOAD_BYTES
 from transport.pair_group import DECODE, PREFILL, PairGroup, PairStore, Rendezvous
 from transport.socket_link import SocketLink
 from transport.staging import Staging
 from transport.tcp_wire import at_once
 
-GROUP = -3  # the place of a payload that comes over the pair's group
 NUM_ROOMS = 4  # payloads that may be under way; gloo needs several to be quick
 
 

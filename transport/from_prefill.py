@@ -221,6 +221,7 @@ class PrefillFrames:
     ) -> None:
         port.room.release()
         landing.jobs.remove(job)
+        landing.inlets.pop(job, None)
         rank = port.link.hello.prefill_rank
         error = job.exception()
         if error is not None and not isinstance(error, LinkClosed):

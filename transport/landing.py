@@ -96,6 +96,7 @@ class Landing:
     book: ReceivingBook
     ports: dict[int, Port] = field(default_factory=dict)  # by prefill rank, once it has called
     jobs: set["asyncio.Future[Landed]"] = field(default_factory=set)
+    inlets: dict["asyncio.Future[Landed]", Inlet] = field(default_factory=dict)  # of some jobs
     pulls: set[asyncio.Task[None]] = field(default_factory=set)  # calls for damaged cells
     lenders: set[LinkName] = field(default_factory=set)  # that were called for them
     told: bool = False  # that it failed
@@ -155,6 +156,7 @@ class Lander:
         """As `land`, by the thread that reads the payload, while it does."""
         job = catcher.inlet.take(partial(catch, landing, run, chunk, catcher))
         landing.jobs.add(job)
+        landing.inlets[job] = catcher.inlet
         return job
 
 

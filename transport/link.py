@@ -15,7 +15,7 @@ that pair shares it. What a wire promises:
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,17 @@ from numpy.typing import NDArray
 from kvcache.mapped_pool import MappedPool
 from protos.transfer_pb2 import Frame, Hello, Welcome
 
-PROTOCOL = 4  # raised with every change that an older build would misread
+PROTOCOL = 5  # raised with every change that an older build would misread
 
 T = TypeVar("T")
 
 
 class LinkClosed(Exception):
     """The link is gone; the message says why, as far as this end knows."""
+
+
+class NeverComes(LinkClosed):
+    """A payload that was told ahead does not come; the link goes on."""
 
 
 class LinkRefused(LinkClosed):
@@ -79,8 +83,8 @@ class Outlet(Protocol):
 
     num_bytes: int  # of cells
 
-    def begin(self, frame: Frame, num_digests: int) -> tuple[int, NDArray[np.uint8]]:
-        """Say what will come: a chunk in pieces. Returns the socket, and room for one of them."""
+    def begin(self) -> tuple[int, NDArray[np.uint8]]:
+        """What was told comes now. Returns the socket, and room for one piece."""
 
     def gone(self, num_bytes: int) -> None:
         """So much of the pieces has been sent through the socket."""
@@ -97,26 +101,42 @@ class Outlet(Protocol):
 Pour = Callable[[Outlet], int | None]  # the seal of what left; None: it is given up
 
 
+class Pouring(NamedTuple):
+    """A payload in pieces that leaves while it is built, and what may be told of it before."""
+
+    frame: Frame
+    num_bytes: int  # of cells
+    num_digests: int
+    pour: Pour
+
+
 @runtime_checkable
 class Pourer(Protocol):
     """A prefill end whose payloads may leave while they are built, on a thread of its own."""
 
-    def pour(self, num_bytes: int, pour: Pour) -> "asyncio.Future[None]":
-        """As `Loader.load`. What has left comes to nothing if `pour` answers None or raises."""
+    def pour(self, pouring: Pouring) -> "asyncio.Future[None]":
+        """As `Loader.load`. What has left comes to nothing if `pour` answers None or raises. The
+        frame may leave before payloads that were sent before.
+        """
 
 
 class Inlet(Protocol):
     """Where one payload comes out of a socket that is nobody else's until it is read.
 
-    One of `take`, `stage` and `skip` is called, once. Nothing behind it comes before that is done.
+    One of `take`, `stage` and `skip` is called, once. No payload behind it comes before that is
+    done. It may be called before those before it have come.
     """
 
     nbytes: int
 
     def take(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         """Let `work` read on the reader's thread, which may use the next three; what it leaves is
-        read, and is lost. Raises what `work` does; LinkClosed when the link is closed before.
+        read, and is lost. Raises what `work` does; LinkClosed when the link is closed before, or
+        it is withdrawn, NeverComes.
         """
+
+    def withdraw(self, reason: str) -> None:
+        """Of what `take` was given nothing is done, unless it has begun."""
 
     @property
     def fd(self) -> int: ...
@@ -131,7 +151,7 @@ class Inlet(Protocol):
         """Memory to stage in, nobody else's until it is let go."""
 
     def stage(self, views: Sequence[memoryview]) -> "asyncio.Future[None]":
-        """Read all into these. Raises OSError and LinkClosed."""
+        """Read all into these. Raises OSError, LinkClosed and NeverComes."""
 
     def skip(self) -> None:
         """It is not wanted, unless somebody has taken it."""
@@ -145,7 +165,7 @@ class Opener(Protocol):
     """A decode end that says what comes before it is read."""
 
     async def recv_unread(self) -> tuple[Frame, Payload]:
-        """As `Link.recv`. The next one comes only when the inlet of this one is used."""
+        """As `Link.recv`. Of those with an inlet few come before the first one's is used."""
 
 
 @runtime_checkable

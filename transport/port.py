@@ -16,8 +16,8 @@ from transport.link import (
     Payload,
     PoolReader,
     PoolShower,
-    Pour,
     Pourer,
+    Pouring,
     heed,
 )
 from transport.threads import Threads
@@ -54,18 +54,20 @@ class Port:
             self._posted.append(frame)
             self._stirred.set()
 
-    async def load(self, num_bytes: int, fill: Fill, pour: Pour, threads: Threads) -> None:
+    async def load(
+        self, num_bytes: int, fill: Fill, pouring: Callable[[], Pouring], threads: Threads
+    ) -> None:
         """Send a payload of `num_bytes` with its frame, built by `fill` on a thread: one of the
-        wire's if it has any, else one of `threads`; or by `pour`, if the wire can do that. Returns
-        once the wire has taken it.
+        wire's if it has any, else one of `threads`; or as `pouring` says, if the wire can do that.
+        Returns once the wire has taken it.
 
-        Raises LinkClosed, and what `fill` or `pour` raises.
+        Raises LinkClosed, and what `fill` or the pouring raises.
         """
         if self._pourer is not None:
             with self._in_time():
-                pouring = self._pourer.pour(num_bytes, pour)
-                pouring.add_done_callback(heed)
-                await pouring
+                poured = self._pourer.pour(pouring())
+                poured.add_done_callback(heed)
+                await poured
             return
         if self._loader is not None:
             with self._in_time():

@@ -6,7 +6,7 @@ from functools import partial
 
 from kvcache.kept_digests import BlockRotten
 from transport.clock import Clock
-from transport.departure import Departure, Pool, gather, point, pour
+from transport.departure import Departure, Pool, gather, point, pouring
 from transport.departures import Departures
 from transport.link import LinkClosed
 from transport.orders import Code, TransferFailed
@@ -128,7 +128,7 @@ class Pumps:
             departure.lookers.setdefault(rank, asyncio.Event())
             await port.point(partial(point, *what), self._copiers)
         else:
-            filled, poured = partial(gather, *what), partial(pour, *what)
+            filled, poured = partial(gather, *what), partial(pouring, *what, num_bytes)
             await port.load(num_bytes, filled, poured, self._copiers)
         if not part.heads:
             pair.sent(part.seq, self._clock.now())

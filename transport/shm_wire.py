@@ -22,8 +22,6 @@ from kvcache.shared_memory import SharedMemory
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Hello
 from transport.frame_socket import (
-    INLINE,
-    RETURN,
     FrameSocket,
     own_uid,
     pack_slots,
@@ -33,6 +31,7 @@ from transport.frame_socket import (
 )
 from transport.link import Connector, Fill, Link, LinkClosed, Payload
 from transport.meeting import await_caller, call, listen_unix
+from transport.messages import INLINE, RETURN
 from transport.shm_ring import NUM_SLOTS, SLOT_BYTES, ShmRing, Slots
 from transport.shown_pool import map_from_proto, map_to_proto
 from transport.socket_link import SocketLink

@@ -5,12 +5,13 @@ it ended; the socket carries all the rest, in order. Either one failing ends bot
 """
 
 import asyncio
+import contextlib
 from collections import deque
 
 from protos.transfer_pb2 import Frame
 from transport import link
 from transport.frame_socket import FrameSocket, parse_frame
-from transport.link import Ending, Fill, Link, LinkClosed
+from transport.link import Ending, Fill, Link, LinkClosed, NeverComes
 from transport.pieces import staged
 
 MAX_AHEAD = 4  # messages read before they are wanted, so that the next payload is under way
@@ -54,10 +55,12 @@ class SocketLink:
             await sent
 
     async def recv(self) -> tuple[Frame, memoryview | None]:
-        frame, payload = await self.recv_unread()
-        if payload is None or isinstance(payload, memoryview):
-            return frame, payload
-        return await self._end.unless(staged(frame, payload))
+        while True:
+            frame, payload = await self.recv_unread()
+            if payload is None or isinstance(payload, memoryview):
+                return frame, payload
+            with contextlib.suppress(NeverComes):
+                return await self._end.unless(staged(frame, payload))
 
     async def recv_unread(self) -> tuple[Frame, link.Payload]:
         """As `recv`, with a payload that is still to be read if the socket leaves them so."""

@@ -10,7 +10,7 @@ import socket
 
 from protos.transfer_pb2 import Hello
 from transport.frame_socket import FrameSocket
-from transport.link import Connector, Link, Pour
+from transport.link import Connector, Link, Pouring
 from transport.meeting import await_caller, call, listen_tcp
 from transport.socket_link import SocketLink
 
@@ -32,9 +32,9 @@ class TcpConnector:
 
 
 class PrefillTcpLink(SocketLink):
-    def pour(self, num_bytes: int, pour: Pour) -> "asyncio.Future[None]":
+    def pour(self, pouring: Pouring) -> "asyncio.Future[None]":
         self._end.check()
-        return self._stream.pour(num_bytes, pour)
+        return self._stream.pour(pouring)
 
 
 class TcpAcceptor:

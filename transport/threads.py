@@ -1,12 +1,13 @@
 """Threads that work for the event loop: calls that block, or that compute without Python's lock."""
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from transport.bell import Bell
 
 T = TypeVar("T")
 
@@ -17,23 +18,26 @@ class Threads:
     """`num` of them, that take one call after another, in order.
 
     What is done is told to the loop all at once: waking it costs more than most of what it then
-    does. Each thread is started when first needed.
+    does. Each thread is started when first needed. With `patient`, a call that others wait behind
+    is told when one of these says `tell`, which each must: best where it lets go of the
+    interpreter's lock for long, since until then it would wait for all that the loop does.
     """
 
-    def __init__(self, num: int, name: str) -> None:
+    def __init__(self, num: int, name: str, *, patient: bool = False) -> None:
         self._num = num
         self._name = name
+        self._patient = patient
+        self._bell: Bell | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
-        self._told = False  # that the loop is to settle what is done
         self._threads: list[threading.Thread] = []
         self.num_waiting = 0  # calls that are not done, as far as the loop knows
 
     def do(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         """The result of `work`. One that is cancelled is called all the same, unless it stops."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+        if self._loop is None or self._bell is None:
+            self._loop, self._bell = asyncio.get_running_loop(), Bell(self._settle)
         if len(self._threads) < self._num:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._threads.append(thread)
@@ -51,6 +55,14 @@ class Threads:
             thread.join()
         self._threads.clear()
         self._settle()
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
+
+    def tell(self) -> None:
+        """On one of the threads: what is done is told to the loop."""
+        if self._done and self._bell is not None:
+            self._bell.ring()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -62,13 +74,10 @@ class Threads:
                 error = caught
             self._done.append((future, result, error))
             del job, work, future, result, error  # whoever waits shall be the last to hold them
-            if not self._told and self._loop is not None:
-                self._told = True
-                with contextlib.suppress(RuntimeError):  # the loop has closed
-                    self._loop.call_soon_threadsafe(self._settle)
+            if not self._patient or self._jobs.empty():
+                self.tell()
 
     def _settle(self) -> None:
-        self._told = False  # first: what is done from here on may be missed below
         while self._done:
             future, result, error = self._done.popleft()
             self.num_waiting -= 1

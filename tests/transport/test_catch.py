@@ -144,6 +144,25 @@ async def test_an_abort_waits_for_the_writer_and_not_for_what_is_still_to_come(
         assert receiver.counts.links_lost == 0
 
 
+@pytest.mark.usefixtures("never_staged")
+async def test_a_chunk_that_was_decided_ahead_is_given_up_with_its_transfer(stall: Stall) -> None:
+    """The one before it is still under way: nobody waits for either, and neither is written."""
+    async with network("tcp") as net, cluster(net) as group:
+        (receiver,), key = group.decode.receivers, group.key()
+        expected, shipped = await half_shipped(group, stall, key)
+        (landing,) = receiver._arrivals.live.values()
+        await soon(lambda: len(landing.jobs) == 2)
+        before = group.snapshot()
+        await receiver.abort(key, "the client left")  # the stall lasts until this has returned
+        assert not landing.jobs
+        stall.may.set()
+        await failures(*expected, *shipped)
+        await carried_elsewhere(group)
+        for old, new in zip(before, group.snapshot(), strict=True):
+            assert (old[TARGET] == new[TARGET]).all()
+        assert receiver.counts.links_lost == 0
+
+
 async def half_shipped(
     group: Cluster, stall: Stall, key: ShipmentKey
 ) -> tuple["list[asyncio.Task[Receipt]]", "list[asyncio.Task[ShipmentReport]]"]:

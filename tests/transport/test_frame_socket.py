@@ -2,7 +2,8 @@ import asyncio
 import socket
 
 from protos.transfer_pb2 import Chunk, Frame
-from transport.frame_socket import HEADER, INLINE, FrameSocket
+from transport.frame_socket import FrameSocket
+from transport.messages import HEADER, INLINE
 
 
 def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:

@@ -17,13 +17,15 @@ from protos.transfer_pb2 import Chunk, Frame
 from tests.transport.harness import cluster, network, soon
 from transport.config import TransportConfig
 from transport.frame_socket import FrameSocket
-from transport.link import Inlet, Outlet, Payload
+from transport.link import Inlet, LinkClosed, NeverComes, Outlet, Payload, Pour, Pouring
+from transport.messages import AHEAD, HEADER, TOLD
 from transport.orders import Code
 from transport.pieces import GIVEN_UP, staged
 
 PAYLOAD = np.random.default_rng(3).integers(0, 256, 3_000_000, dtype=np.uint8)
 DIGESTS = np.arange(20, dtype=np.uint64)
 NUM_BLOCKS, PIECE_BLOCKS = 10, 4
+NEVER = -1  # in place of a seal: it was told ahead, and did not come
 
 
 def frame_of(seq: int, num_bytes: int = 0) -> Frame:
@@ -33,6 +35,10 @@ def frame_of(seq: int, num_bytes: int = 0) -> Frame:
             seq=seq, num_blocks=NUM_BLOCKS, piece_blocks=PIECE_BLOCKS, payload_bytes=num_bytes
         )
     )
+
+
+def pouring(seq: int, num_bytes: int, pour: Pour) -> Pouring:
+    return Pouring(frame_of(seq, num_bytes), num_bytes, len(DIGESTS), pour)
 
 
 def in_pieces(num_bytes: int) -> bytes:
@@ -47,7 +53,7 @@ def in_pieces(num_bytes: int) -> bytes:
 
 def all_of_it(outlet: Outlet, seq: int, num_gone: int) -> int:
     """What a pool does: so much leaves while it is built, the rest at once. Returns the seal."""
-    fd, piece = outlet.begin(frame_of(seq, outlet.num_bytes), len(DIGESTS))
+    fd, piece = outlet.begin()
     assert piece.nbytes >= PIECE_BLOCKS * (outlet.num_bytes + DIGESTS.nbytes) // NUM_BLOCKS
     if num_gone:
         with socket.socket(fileno=socket.dup(fd)) as sock:
@@ -67,27 +73,44 @@ class Ends:
         self.came: list[tuple[int, int, bytes | None]] = []
         self.ended = ""
         self.skipped: set[int] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.held: set[int] = set()  # whose inlets are left to the test
+        self.inlets: dict[int, Inlet] = {}
+        self.told: list[int] = []
+        self.poured: asyncio.Future[list[BaseException | None]] | None = None
+        self._told: asyncio.Queue[tuple[Frame, Payload]] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read())
         self.theirs.start(self._take, self._end)
 
     def _take(self, raw: bytes, num_bytes: int, place: int, payload: Payload) -> None:
         frame = Frame.FromString(raw)
-        if payload is None or isinstance(payload, memoryview):
-            self.came.append((frame.chunk.seq, 0, None))
-        elif frame.chunk.seq in self.skipped:
-            payload.skip()
-        else:
-            self._tasks.add(asyncio.create_task(self._read(frame, payload)))
+        self.told.append(frame.chunk.seq)
+        self._told.put_nowait((frame, payload))
 
-    async def _read(self, frame: Frame, inlet: Inlet) -> None:
-        frame, payload = await staged(frame, inlet)
-        assert frame.chunk.check == GIVEN_UP or frame.chunk.digests == DIGESTS.tobytes()
-        self.came.append((frame.chunk.seq, frame.chunk.check, bytes(payload)))
+    async def _read(self) -> None:
+        while True:
+            frame, payload = await self._told.get()
+            seq = frame.chunk.seq
+            if payload is None or isinstance(payload, memoryview):
+                self.came.append((seq, 0, None))
+            elif seq in self.skipped:
+                payload.skip()
+            elif seq in self.held:
+                self.inlets[seq] = payload
+            else:
+                try:
+                    frame, cells = await staged(frame, payload)
+                except NeverComes:
+                    self.came.append((seq, NEVER, None))
+                    continue
+                given_up = frame.chunk.check == GIVEN_UP
+                assert given_up or frame.chunk.digests == DIGESTS.tobytes()
+                self.came.append((seq, frame.chunk.check, bytes(cells)))
 
     def _end(self, reason: str) -> None:
         self.ended = reason
 
     def close(self) -> None:
+        self._reading.cancel()
         self.ours.close()
         self.theirs.close()
 
@@ -95,11 +118,11 @@ class Ends:
 @pytest.mark.parametrize("num_gone", [0, 1, 100_000, 500_000, 500_160])
 async def test_what_is_poured_comes_behind_its_frame_and_in_order(num_gone: int) -> None:
     ends, size = Ends(), 500_000
-    await ends.ours.pour(size, lambda outlet: all_of_it(outlet, 1, num_gone))
+    await ends.ours.pour(pouring(1, size, partial(all_of_it, seq=1, num_gone=num_gone)))
     sent = ends.ours.send(frame_of(2).SerializeToString())
     if sent is not None:
         await sent
-    await ends.ours.pour(size, lambda outlet: all_of_it(outlet, 3, num_gone))
+    await ends.ours.pour(pouring(3, size, partial(all_of_it, seq=3, num_gone=num_gone)))
     await soon(lambda: len(ends.came) == 3)
     want = PAYLOAD[:size].tobytes()
     assert ends.came == [(1, 101, want), (2, 0, None), (3, 103, want)]
@@ -113,7 +136,7 @@ async def test_a_payload_that_is_given_up_half_way_says_so_and_the_next_is_whole
     def given_up(outlet: Outlet) -> int | None:
         if how != "never began":
             outlet.gone(0)
-            fd, _ = outlet.begin(frame_of(1, size), len(DIGESTS))
+            fd, _ = outlet.begin()
             with socket.socket(fileno=socket.dup(fd)) as sock:
                 sock.sendall(bytes(300_000))
             outlet.gone(300_000)
@@ -121,9 +144,11 @@ async def test_a_payload_that_is_given_up_half_way_says_so_and_the_next_is_whole
             raise ValueError("rotten")
         return None
 
-    (end,) = await asyncio.gather(ends.ours.pour(size, given_up), return_exceptions=True)
+    (end,) = await asyncio.gather(
+        ends.ours.pour(pouring(1, size, given_up)), return_exceptions=True
+    )
     assert isinstance(end, ValueError) == (how == "raised")
-    await ends.ours.pour(size, lambda outlet: all_of_it(outlet, 2, 0))
+    await ends.ours.pour(pouring(2, size, partial(all_of_it, seq=2, num_gone=0)))
     began = how != "never began"
     await soon(lambda: len(ends.came) == 1 + began)
     assert [(seq, seal) for seq, seal, _ in ends.came[:-1]] == [(1, GIVEN_UP)] * began
@@ -131,11 +156,114 @@ async def test_a_payload_that_is_given_up_half_way_says_so_and_the_next_is_whole
     ends.close()
 
 
+class Gate:
+    """Pours some bytes, and the rest when it may."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+
+    def pour(self, outlet: Outlet) -> int:
+        fd, _ = outlet.begin()
+        raw = in_pieces(outlet.num_bytes)
+        with socket.socket(fileno=socket.dup(fd)) as sock:
+            sock.sendall(raw[:1000])
+            assert self.may.wait(10)
+            sock.sendall(raw[1000:])
+        outlet.all_gone()
+        return 101
+
+
+async def begun(ends: Ends, *others: Pouring) -> Gate:
+    """The others wait behind a payload that has not come whole."""
+    gate, first = Gate(), threading.Event()
+
+    def pour(outlet: Outlet) -> int:
+        assert first.wait(10)
+        return gate.pour(outlet)
+
+    poured = [ends.ours.pour(pouring(1, 500_000, pour)), *map(ends.ours.pour, others)]
+    first.set()
+    ends.poured = asyncio.gather(*poured, return_exceptions=True)
+    return gate
+
+
+async def test_the_next_payload_is_told_while_one_is_under_way() -> None:
+    ends, size = Ends(), 500_000
+    ours = [pouring(seq, size, partial(all_of_it, seq=seq, num_gone=0)) for seq in (2, 3)]
+    gate = await begun(ends, *ours)
+    await soon(lambda: ends.told == [1, 2])  # and not 3: what is told must come
+    assert ends.came == []
+    gate.may.set()
+    await soon(lambda: len(ends.came) == 3)
+    want = PAYLOAD[:size].tobytes()
+    assert ends.came == [(1, 101, want), (2, 102, want), (3, 103, want)]
+    ends.close()
+
+
+async def test_a_payload_that_was_told_and_is_not_wanted_any_more_takes_no_time() -> None:
+    """Not a byte of it is sent, and the next one is whole."""
+    ends, size = Ends(), 500_000
+    third = partial(all_of_it, seq=3, num_gone=0)
+    gate = await begun(ends, pouring(2, 60_000_000, lambda _: None), pouring(3, size, third))
+    await soon(lambda: ends.told == [1, 2])
+    gate.may.set()
+    await soon(lambda: len(ends.came) == 3)
+    want = PAYLOAD[:size].tobytes()
+    assert ends.came == [(1, 101, want), (2, NEVER, None), (3, 103, want)]
+    ends.close()
+
+
+async def test_what_was_to_be_done_with_a_payload_is_not_once_it_is_withdrawn() -> None:
+    """Unless it has begun; either way the payload is read past, and the next one is whole."""
+    ends, size, done = Ends(), 500_000, list[str]()
+    ends.held = {1, 2}
+    third = partial(all_of_it, seq=3, num_gone=0)
+    second = partial(all_of_it, seq=2, num_gone=0)
+    gate = await begun(ends, pouring(2, size, second), pouring(3, size, third))
+    await soon(lambda: set(ends.inlets) == {1, 2})
+    works = {seq: ends.inlets[seq].take(partial(done.append, f"read {seq}")) for seq in (1, 2)}
+    await works[1]
+    for inlet in ends.inlets.values():
+        inlet.withdraw("the client left")
+    with pytest.raises(LinkClosed, match="the client left"):
+        await works[2]
+    gate.may.set()
+    await soon(lambda: len(ends.came) == 1)
+    assert (done, ends.came) == (["read 1"], [(3, 103, PAYLOAD[:size].tobytes())])
+    ends.close()
+
+
+@pytest.mark.parametrize(
+    ("unread", "messages", "reason"),
+    [
+        (True, [(TOLD, 100)], "100 bytes came where 0 were told ahead"),
+        (True, [(AHEAD, 100), (TOLD, 99)], "99 bytes came where 100 were told ahead"),
+        (True, [(AHEAD, 0)], "0 bytes was told ahead"),
+        (True, [(AHEAD, 100)] * 5, "after 4 others"),
+        (False, [(AHEAD, 100)], "told ahead"),
+    ],
+    ids=str,
+)
+async def test_what_makes_no_sense_of_payloads_told_ahead_ends_the_link(
+    unread: bool, messages: list[tuple[int, int]], reason: str
+) -> None:
+    ours, theirs = socket.socketpair()
+    stream, ends = FrameSocket(theirs, unread), list[str]()
+    stream.start(lambda *_: None, ends.append)
+    for place, num_bytes in messages:
+        raw = b"" if place == TOLD else frame_of(1).SerializeToString()
+        ours.sendall(HEADER.pack(len(raw), num_bytes, place) + raw)
+    await soon(lambda: bool(ends))
+    assert reason in ends[0]
+    stream.close()
+    ours.close()
+
+
 async def test_what_nobody_wants_is_read_past_and_the_next_comes_whole() -> None:
     ends, size = Ends(), 1_000_000
     ends.skipped = {1, 2}
     for seq in (1, 2, 3):
-        await ends.ours.pour(size, partial(all_of_it, seq=seq, num_gone=0))
+        await ends.ours.pour(pouring(seq, size, partial(all_of_it, seq=seq, num_gone=0)))
     await soon(lambda: len(ends.came) == 1)
     assert ends.came == [(3, 103, PAYLOAD[:size].tobytes())]
     ends.close()
