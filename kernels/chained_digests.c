@@ -55,11 +55,12 @@ static uint8_t *put_size(uint8_t *to, uint32_t size) {
     return to + FIELD;
 }
 
-/* `room` holds at least head_bytes + width + 3 * FIELD + DIGEST bytes, rounded up to a BLOCK, and
- * zeros beyond what is written. */
+/* `parent` is the digest that the first one goes on from, NULL where a chain begins. `room` holds at
+ * least head_bytes + width + 3 * FIELD + DIGEST bytes, rounded up to a BLOCK, and zeros beyond what
+ * is written. */
 void chain_digests(const uint8_t key[DIGEST], const uint8_t *head, int64_t head_bytes,
-                   const uint8_t *items, int64_t count, int64_t width, uint8_t *room,
-                   uint8_t *digests) {
+                   const uint8_t *items, int64_t count, int64_t width, const uint8_t *parent,
+                   uint8_t *room, uint8_t *digests) {
     uint64_t keyed[8];
     uint8_t block[BLOCK] = {0};
     memcpy(block, key, DIGEST);
@@ -67,7 +68,6 @@ void chain_digests(const uint8_t key[DIGEST], const uint8_t *head, int64_t head_
     keyed[0] ^= 0x01010000u ^ DIGEST << 8 ^ DIGEST;
     compress(keyed, block, BLOCK, 0);
     memcpy(room, head, head_bytes);
-    const uint8_t *parent = NULL;
     for (int64_t i = 0; i < count; i++, items += width, digests += DIGEST) {
         uint8_t *at = put_size(room + head_bytes, parent ? DIGEST : 0);
         if (parent) memcpy(at, parent, DIGEST), at += DIGEST;

@@ -16,17 +16,19 @@ SOURCE = Path(__file__).with_suffix(".c")
 DIGEST_BYTES = 32
 BLOCK_BYTES = 128
 
-Chain = Callable[[bytes, bytes, bytes, int], bytes]
+Chain = Callable[[bytes, bytes, bytes, int, bytes], bytes]
 
 
-def chained_digests_reference(key: bytes, head: bytes, items: bytes, width: int) -> bytes:
+def chained_digests_reference(
+    key: bytes, head: bytes, items: bytes, width: int, parent: bytes = b""
+) -> bytes:
     """The digests, one after the other, of as many whole items of `width` bytes as there are.
 
     Each is BLAKE2b-256 under `key` (32 bytes) over `head`, then, every field behind its length as
-    u32 LE, the digest before (empty for the first), the item, and an empty field.
+    u32 LE, the digest before (`parent` for the first), the item, and an empty field.
     """
     root = hashlib.blake2b(head, key=key, digest_size=DIGEST_BYTES)
-    before, size, empty = bytes(4), _field_size(width), bytes(4)
+    before, size, empty = _field_size(len(parent)) + parent, _field_size(width), bytes(4)
     digests = []
     for start in range(0, len(items) - width + 1, width):
         link = root.copy()
@@ -36,9 +38,11 @@ def chained_digests_reference(key: bytes, head: bytes, items: bytes, width: int)
     return b"".join(digests)
 
 
-def chained_digests(key: bytes, head: bytes, items: bytes, width: int) -> bytes:
+def chained_digests(
+    key: bytes, head: bytes, items: bytes, width: int, parent: bytes = b""
+) -> bytes:
     """`chained_digests_reference`, as fast as this machine can."""
-    return (_load() or chained_digests_reference)(key, head, items, width)
+    return (_load() or chained_digests_reference)(key, head, items, width, parent)
 
 
 def _field_size(num_bytes: int) -> bytes:
@@ -51,7 +55,9 @@ def _load() -> Chain | None:
     text, size = ctypes.c_char_p, ctypes.c_int64
     return loaded(
         SOURCE,
-        signatures={"chain_digests": (None, (text, text, size, text, size, size, text, text))},
+        signatures={
+            "chain_digests": (None, (text, text, size, text, size, size, text, text, text))
+        },
         make=_tried,
         otherwise="prompts are named by hashlib, slower",
         keeps_lock=True,
@@ -59,17 +65,20 @@ def _load() -> Chain | None:
 
 
 def _tried(library: ctypes.CDLL) -> Chain:
-    def chain(key: bytes, head: bytes, items: bytes, width: int) -> bytes:
+    def chain(key: bytes, head: bytes, items: bytes, width: int, parent: bytes) -> bytes:
         assert len(key) == DIGEST_BYTES, f"a key of {len(key)} bytes"
+        assert len(parent) in (0, DIGEST_BYTES), f"a parent of {len(parent)} bytes"
         count = len(items) // width
         longest = len(head) + width + 12 + DIGEST_BYTES
         room = ctypes.create_string_buffer(longest + BLOCK_BYTES)
         digests = ctypes.create_string_buffer(max(1, count * DIGEST_BYTES))
-        library.chain_digests(key, head, len(head), items, count, width, room, digests)
+        library.chain_digests(
+            key, head, len(head), items, count, width, parent or None, room, digests
+        )
         return digests.raw[: count * DIGEST_BYTES]
 
     items = bytes(range(256)) * 3
-    sample = (bytes(range(32)), b"head", items, 200)
-    if chain(*sample) != chained_digests_reference(*sample):
+    samples = [(bytes(range(32)), b"head", items, 200, each) for each in (b"", bytes(range(32)))]
+    if any(chain(*each) != chained_digests_reference(*each) for each in samples):
         raise Unfit(f"{SOURCE.name} computes other digests than hashlib")
     return chain

@@ -3,8 +3,9 @@
 A name is `BLAKE2b-256(key = tenant key, domain | namespace | parent | tokens | extra)`, every field
 preceded by its length as u32 LE, tokens as u32 LE. The same bytes come out of every process, host
 and Python version; `hash()` has no part in it. The namespace says everything that decides what KV
-values a token gives; the tenant key keeps one caller's names from being found by another. Workers
-whose blocks differ in size share a namespace and not one name, since a name covers its tokens.
+values a token gives; the tenant key keeps one caller's names from being found by another, but for
+the first blocks of a prompt that are said to be everyone's. Workers whose blocks differ in size
+share a namespace and not one name, since a name covers its tokens.
 
 The owner of a block knows it by its whole name, so a hit needs no further proof that the tokens are
 the same. The index, whose entries are hints, gets the first half: two prompts that collide there
@@ -71,10 +72,18 @@ def hash_block(
 
 
 def name_blocks(
-    namespace: Namespace, tenant: TenantKey, token_ids: Sequence[int], block_size: int
+    namespace: Namespace,
+    tenant: TenantKey,
+    token_ids: Sequence[int],
+    block_size: int,
+    num_public_tokens: int = 0,
 ) -> list[BlockHash]:
-    """The chained name of each full block, in order; a partial tail has no name."""
-    digests = _chain(namespace, tenant, token_ids, block_size)
+    """The chained name of each full block, in order; a partial tail has no name.
+
+    Blocks that lie whole within the first `num_public_tokens` are named under PUBLIC, whoever asks;
+    those behind them go on from there under `tenant`.
+    """
+    digests = _chain(namespace, tenant, token_ids, block_size, num_public_tokens)
     return [
         BlockHash(digests[start : start + DIGEST_BYTES])
         for start in range(0, len(digests), DIGEST_BYTES)
@@ -82,10 +91,14 @@ def name_blocks(
 
 
 def index_names(
-    namespace: Namespace, tenant: TenantKey, token_ids: Sequence[int], block_size: int
+    namespace: Namespace,
+    tenant: TenantKey,
+    token_ids: Sequence[int],
+    block_size: int,
+    num_public_tokens: int = 0,
 ) -> list[BlockHash]:
     """`name_blocks`, each name as the prefix index knows it."""
-    digests = _chain(namespace, tenant, token_ids, block_size)
+    digests = _chain(namespace, tenant, token_ids, block_size, num_public_tokens)
     return [name for (name,) in _INDEX_KEYS.iter_unpack(digests)]
 
 
@@ -95,9 +108,18 @@ def index_key(name: BlockHash) -> BlockHash:
 
 
 def _chain(
-    namespace: Namespace, tenant: TenantKey, token_ids: Sequence[int], block_size: int
+    namespace: Namespace,
+    tenant: TenantKey,
+    token_ids: Sequence[int],
+    block_size: int,
+    num_public_tokens: int,
 ) -> bytes:
-    return chained_digests(tenant, _head(namespace), _token_bytes(token_ids), block_size * 4)
+    head, items, width = _head(namespace), _token_bytes(token_ids), block_size * 4
+    if num_public_tokens < block_size:
+        return chained_digests(tenant, head, items, width)
+    cut = num_public_tokens // block_size * width
+    shared = chained_digests(PUBLIC, head, items[:cut], width)
+    return shared + chained_digests(tenant, head, items[cut:], width, shared[-DIGEST_BYTES:])
 
 
 def _head(namespace: Namespace) -> bytes:

@@ -268,6 +268,7 @@ class Handler:
                 prompt=request.prompt,
                 sampling=request.params.to_proto(),
                 tenant_key=request.tenant.key,
+                num_public_tokens=request.num_public_tokens,
                 eos_token_ids=self.model.eos_token_ids,
             ),
             prefill=prefill,

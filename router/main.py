@@ -35,6 +35,7 @@ from router.journal import journal
 from router.line import Line
 from router.metrics import Metrics
 from router.mirror_metrics import watch_mirror
+from router.public_prompts import PublicPrompts
 from router.register import Register
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -145,6 +146,7 @@ def _assemble(settings: RouterSettings, model: ServedModel) -> _Router:
         lambda: fleet.max_context(model.max_context),
         settings.max_prompt_bytes,
         seed=lambda: secrets.randbits(63),
+        public=PublicPrompts.of(model, settings.public_prompts),
     )
     metrics.watch_line(line)
     walls = Walls() if len(set(settings.api_keys.values())) > 1 else None

@@ -37,6 +37,7 @@ class AcceptedRequest:
     explain: bool = False
     chat: bool = False
     door: str = "grpc"
+    num_public_tokens: int = 0  # of the prompt, from its first: shared by all tenants
     # The prompt as names are made of it; from the prompt where it is not given.
     packed: "array[int]" = field(default_factory=lambda: array("I"), repr=False, compare=False)
 
@@ -57,7 +58,9 @@ class AcceptedRequest:
         def names(namespace: Namespace, block_size: int) -> list[BlockHash]:
             key = (namespace, block_size)
             if key not in known:
-                known[key] = index_names(namespace, self.tenant.key, self.packed, block_size)
+                known[key] = index_names(
+                    namespace, self.tenant.key, self.packed, block_size, self.num_public_tokens
+                )
             return known[key]
 
         return names

@@ -28,6 +28,10 @@ class RouterSettings(BaseModel):
     api_keys: dict[str, Annotated[str, Field(min_length=1, max_length=200)]] = Field(
         default_factory=dict, repr=False
     )
+    # System prompts, and what completions begin with, whose blocks all of them share.
+    public_prompts: list[Annotated[str, Field(min_length=1, max_length=1 << 20)]] = Field(
+        default_factory=list
+    )
     max_prompt_bytes: Annotated[int, Field(ge=1, le=8 << 20)] = 1 << 20
     max_concurrent_requests: Count = 256
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0

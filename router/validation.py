@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engine.sampling_params import InvalidParam, Limits, check_prompt, resolve
 from protos import inference_pb2 as pb
 from router.errors import InvalidRequest, TooLarge, shown
+from router.public_prompts import PublicPrompts
 from router.request import AcceptedRequest, Tenant
 from router.targets import MAX_PRIORITY, MAX_SESSION_CHARS, MAX_TARGET_MS, Targets
 from router.ways import Pins
@@ -59,6 +60,7 @@ class Validator:
     max_context: Callable[[], int]
     max_prompt_bytes: int
     seed: Callable[[], int]
+    public: PublicPrompts
 
     async def accept(
         self, request: pb.GenerateRequest, request_id: str, tenant: Tenant, door: str
@@ -99,6 +101,7 @@ class Validator:
             chat=request.WhichOneof("input") == "chat",
             door=door,
             packed=packed,
+            num_public_tokens=self.public.num_shared(prompt),
         )
 
     def limits(self) -> Limits:

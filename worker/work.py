@@ -45,7 +45,9 @@ class WorkIntake:
             on_output=on_output,
             tenant=tenant,
             eos_token_ids=tuple(work.eos_token_ids),
-            names=name_blocks(self.namespace, tenant, prompt, self.block_size),
+            names=name_blocks(
+                self.namespace, tenant, prompt, self.block_size, work.num_public_tokens
+            ),
             hold=hold,
             max_chunk_tokens=max_chunk_tokens,
         )

@@ -22,3 +22,5 @@ def test_chains_of_any_shape_are_the_reference_s(width: int, head_bytes: int) ->
         found = chained_digests(key, head, items, width)
         assert found == chained_digests_reference(key, head, items, width)
         assert len(found) == num_bytes // width * 32
+        rest = chained_digests(key, head, items[2 * width :], width, found[32:64])
+        assert rest == found[64:], "a chain goes on from where it was cut"

@@ -14,6 +14,7 @@ from kvcache.block_hash import (
     Namespace,
     hash_block,
     index_key,
+    index_names,
     name_blocks,
     namespace,
     tenant_key,
@@ -109,6 +110,23 @@ def test_one_block_at_a_time_gives_the_chain() -> None:
     for start, name in zip(range(0, 64, 16), name_blocks(SPACE, ALICE, TOKENS, 16), strict=True):
         parent = hash_block(SPACE, ALICE, parent, TOKENS[start : start + 16])
         assert parent == name
+
+
+@pytest.mark.parametrize(
+    ("num_public", "num_shared"), [(0, 0), (15, 0), (16, 1), (47, 2), (63, 3), (64, 4), (900, 4)]
+)
+def test_blocks_that_are_public_whole_are_everyones_and_what_follows_is_the_tenants(
+    num_public: int, num_shared: int
+) -> None:
+    found = name_blocks(SPACE, ALICE, TOKENS, 16, num_public)
+    assert [name.hex() for name in found[:num_shared]] == PUBLIC_NAMES[:num_shared]
+    parent = found[num_shared - 1] if num_shared else None
+    for at in range(num_shared, 4):
+        parent = hash_block(SPACE, ALICE, parent, TOKENS[16 * at : 16 * at + 16])
+        assert found[at] == parent
+    bobs = name_blocks(SPACE, tenant_key("bob"), TOKENS, 16, num_public)
+    assert set(bobs) & set(found) == set(found[:num_shared])
+    assert index_names(SPACE, ALICE, TOKENS, 16, num_public) == [each[:16] for each in found]
 
 
 def test_a_tenant_named_like_an_adapter_is_not_that_adapter() -> None:

@@ -31,6 +31,7 @@ from router.http_server import HttpServer
 from router.journal import journal
 from router.line import Line
 from router.metrics import Metrics
+from router.public_prompts import PublicPrompts
 from router.register import Register
 from router.request import Tenant
 from router.served_model import ServedModel
@@ -164,6 +165,7 @@ class FakeCluster:
     bounds: Bounds = field(default_factory=lambda: Bounds(admission_wait_s=0.2))
     max_requests: int = 64
     api_keys: Mapping[str, str] = field(default_factory=dict)
+    public_prompts: Sequence[str] = ()
     workers: dict[str, FakeWorker] = field(default_factory=dict)
     shipments: dict[bytes, asyncio.Event] = field(
         default_factory=lambda: defaultdict(asyncio.Event)
@@ -187,7 +189,11 @@ class FakeCluster:
         self.line = Line(self.clock)
         self.metrics.watch_line(self.line)
         self.validator = Validator(
-            MODEL, lambda: self.fleet.max_context(MODEL.max_context), 1 << 16, seed=lambda: 7
+            MODEL,
+            lambda: self.fleet.max_context(MODEL.max_context),
+            1 << 16,
+            seed=lambda: 7,
+            public=PublicPrompts.of(MODEL, self.public_prompts),
         )
         self.handler = Handler(
             MODEL,

@@ -10,6 +10,7 @@ from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
 from router.callers import EVERYONE
 from router.errors import InvalidRequest
+from router.public_prompts import PublicPrompts
 from router.served_model import ServedModel
 from router.transcript import Transcript
 from router.validation import Validator
@@ -36,7 +37,7 @@ def test_control_tokens_that_a_user_wrote_stay_text(smollm2: ServedModel) -> Non
 
 def test_characters_over_several_tokens_are_told_whole(smollm2: ServedModel) -> None:
     sampling = pb.SamplingParams(max_tokens=6)
-    validator = Validator(smollm2, lambda: 8192, 1000, seed=lambda: 0)
+    validator = Validator(smollm2, lambda: 8192, 1000, seed=lambda: 0, public=PublicPrompts())
     params = resolve(sampling, validator.limits(), num_prompt_tokens=1)
     transcript = Transcript(params, lambda: smollm2.detokenizer(chat=True))
     deltas = []
@@ -51,7 +52,7 @@ def test_characters_over_several_tokens_are_told_whole(smollm2: ServedModel) -> 
 async def test_an_id_outside_its_vocabulary_is_refused_in_prompt_and_bias(
     smollm2: ServedModel, token_id: int
 ) -> None:
-    validator = Validator(smollm2, lambda: 8192, 1000, seed=lambda: 0)
+    validator = Validator(smollm2, lambda: 8192, 1000, seed=lambda: 0, public=PublicPrompts())
     for field, prompt, sampling in (
         ("prompt", [5, token_id], pb.SamplingParams()),
         ("logit_bias", [5], pb.SamplingParams(logit_bias={token_id: 1.0})),

@@ -214,6 +214,38 @@ async def test_another_router_serves_as_well_when_one_is_killed(cluster: LiveClu
         assert await cached_share(cluster.stub, prompts) >= 0.95 * before
 
 
+async def test_tenants_share_what_the_operator_made_public_and_nothing_else(
+    cluster: LiveCluster,
+) -> None:
+    """Both send one prompt: four public blocks, then two and a half that are each one's own."""
+    text = "You answer for everyone who asks you, and each of them is alone."
+    prompt = [*text.encode(), *prompt_of(40, seed=950)]
+    settings = RouterSettings(
+        model="checksum",
+        grpc_port=0,
+        http_port=0,
+        redis_url=cluster.redis_url,
+        key_prefix=cluster.key_prefix,
+        api_keys={"a": "alice", "b": "bob"},
+        public_prompts=[text],
+    )
+    async with (
+        serving(settings, ServedModel.of(open_model("checksum"))) as info,
+        grpc.aio.insecure_channel(info["grpc_address"]) as channel,
+    ):
+        stub, cached = inference_pb2_grpc.InferenceStub(channel), []
+        for key in ("a", "b", "a", "b"):
+            reply, sampling = Reply(), pb.SamplingParams(max_tokens=3, ignore_eos=True)
+            request = pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=prompt), sampling=sampling, pins=pb.Pins(prefill="p0")
+            )
+            metadata = (("authorization", f"Bearer {key}"),)
+            async for response in stub.Generate(request, timeout=20, metadata=metadata):
+                reply.take(response)
+            cached.append(reply.usage.cached_tokens)
+    assert cached == [0, 64, 96, 96]
+
+
 async def test_every_rank_gives_its_heads_of_a_block_by_name(cluster: LiveCluster) -> None:
     prompt = prompt_of(40, seed=3)
     names = name_blocks(open_model("checksum").namespace("float32"), PUBLIC, prompt, 16)
