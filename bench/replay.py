@@ -4,8 +4,8 @@ The Mooncake conversation trace over 8 replicas of 1.0M tokens, at 80 % of what 
 without any reuse, and at 110 %. Decode keeps no cache here and nothing is fetched from one cache
 into another, so that eight caches are eight.
 `make bench-replay ARGS=PATH/conversation_trace.jsonl` runs it. With `more` after the path it shows
-what an index costs that hears of blocks late, whether two routers do as well as one, and what
-fetching brings.
+what an index costs that hears of blocks late, whether two routers do as well as one, what fetching
+brings, and what becomes of reuse where Redis is lost and a worker restarts.
 """
 
 import sys
@@ -19,19 +19,23 @@ from pathlib import Path
 from rich.console import Console
 
 from kvferry.replay.command import silence
-from kvferry.replay.options import Options
-from kvferry.replay.outcome import Outcome
+from kvferry.replay.options import Fault, Options
+from kvferry.replay.outcome import Decision, Outcome
 from kvferry.replay.report import losses, plot, table, write
 from kvferry.replay.rivals import Policy
 from kvferry.replay.simulation import replay
 from kvferry.replay.speeds import Speeds
 from kvferry.replay.trace import read_trace
+from router.hit_rate import total
 
 TRACE = Path(__file__).parents[2] / "shared/traces/mooncake/conversation_trace.jsonl"
 OUT = Path("bench/out/replay.json")
 # Of what is delivered without any lag, the least with the index so many seconds late. With another
 # seed it is half a percent more or less.
 LAGS = {10.0: 0.98, 60.0: 0.95, 300.0: 0.90}
+# Redis is lost and comes back empty, a worker dies and does; and how long is looked at afterwards.
+WIPED, RESTARTED = Fault(600.0, "redis", 30.0), Fault(1500.0, "prefill-1", 5.0)
+AFTERWARDS_S = 300.0
 USUAL = (
     Policy.OURS,
     Policy.ROUND_ROBIN,
@@ -87,7 +91,38 @@ def more_bars(found: dict[str, Outcome]) -> list[tuple[str, bool]]:
         late = delivered(found[_late(lag_s)])
         text = f"with the index {lag_s:g} s late {late:.1%}, at least {share:.0%} of {hit:.1%}"
         kept.append((text, late >= share * hit))
-    return kept
+    return [*kept, *fault_bars(ours, found["ours, with faults"])]
+
+
+def fault_bars(whole: Outcome, faulty: Outcome) -> list[tuple[str, bool]]:
+    """As `bars`: what is lost of what there would have been."""
+    before, after = (delivered_after(WIPED, each) for each in (whole, faulty))
+    sent = after_fault(RESTARTED, faulty)
+    to_it = sum(each.candidate.partition(" ")[0] == RESTARTED.worker for each in sent)
+    share = to_it / max(1, len(sent)) * len(faulty.work_ms)
+    return [
+        (f"{len(faulty.failed)} requests failed, at most 0", not faulty.failed),
+        (
+            f"five minutes after Redis came back empty {after:.1%}, at least 90 % of {before:.1%}",
+            after >= 0.9 * before,
+        ),
+        (
+            f"a worker that came back empty got {share:.2f} times its share, at most 1.5",
+            share <= 1.5,
+        ),
+    ]
+
+
+def delivered_after(fault: Fault, outcome: Outcome) -> float:
+    """Of the prompts that came in the five minutes after its end."""
+    then = {each.request for each in after_fault(fault, outcome)}
+    rate = total(each.hit_rate for each in outcome.served if each.request in then)
+    return rate.rate(rate.delivered)
+
+
+def after_fault(fault: Fault, outcome: Outcome) -> list[Decision]:
+    start = min(each.at_s for each in outcome.decisions) + fault.at_s + (fault.down_s or 0.0)
+    return [each for each in outcome.decisions if start <= each.at_s < start + AFTERWARDS_S]
 
 
 def _late(lag_s: float) -> str:
@@ -108,6 +143,7 @@ MORE: tuple[Run, ...] = (
     *(("80 %", Policy.OURS, replace(EIGHT, index_lag_s=lag_s)) for lag_s in LAGS),
     ("80 %", Policy.OURS, replace(EIGHT, num_routers=2)),
     ("80 %", Policy.OURS, FETCHING),
+    ("80 %", Policy.OURS, replace(EIGHT, faults=(WIPED, RESTARTED))),
     ("80 %", Policy.OURS, EIGHT),
 )
 
@@ -124,6 +160,8 @@ def _name(policy: Policy, options: Options) -> str:
         return _late(options.index_lag_s)
     if options.num_routers > 1:
         return f"{policy.value}, two routers"
+    if options.faults:
+        return f"{policy.value}, with faults"
     return f"{policy.value}, fetching" if options.fetches else policy.value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
+from math import isfinite
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def capacity_command(
     """Search, show, and leave the figures in `out`; without a `pool` in as many processes as there
     are cores. Raises CommandError.
     """
-    _refuse(asked, max_workers)
+    _refuse(asked, rate, max_workers)
     silence()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with ExitStack() as stack:
@@ -58,8 +59,10 @@ def capacity_command(
     return found
 
 
-def _refuse(asked: Capacity, max_workers: int) -> None:
+def _refuse(asked: Capacity, rate: float | None, max_workers: int) -> None:
     asked.targets.check()
+    if rate is not None and not isfinite(rate):
+        raise CommandError(f"--rate {rate}: must be a finite number")
     if max_workers < 2:
         raise CommandError(f"--max-workers {max_workers}: a fleet has at least 2")
     targets, best = asked.targets, asked.best_share()

@@ -1,7 +1,7 @@
 """What a replay is asked to do."""
 
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 
 from kvferry.errors import CommandError
 from kvferry.replay.rivals import Policy
@@ -47,7 +47,10 @@ class Options:
         return [f"decode-{number}" for number in range(self.num_decodes)]
 
     def check(self) -> None:
-        """Raise CommandError where a fault is nobody's."""
+        """Raise CommandError where a fault is nobody's, or a number is none."""
+        for name, value in (("--load", self.load), ("--index-lag", self.index_lag_s)):
+            if value is not None and not isfinite(value):
+                raise CommandError(f"{name} {value}: must be a finite number")
         known = [*self.prefills, *self.decodes, INDEX]
         for fault in self.faults:
             if fault.worker not in known:

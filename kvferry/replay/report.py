@@ -46,7 +46,7 @@ def losses(found: Sequence[Figures]) -> Table:
     made.add_column("")
     for name in ("delivered", "fetched"):
         made.add_column(name, justify="right")
-    shown = [loss for loss in Loss if loss is not Loss.TENANT]  # a trace has one tenant
+    shown = _shown(found)
     for loss in shown:
         made.add_column(loss.value, justify="right")
     for each in found:
@@ -54,6 +54,12 @@ def losses(found: Sequence[Figures]) -> Table:
         counts = [rate.delivered, rate.fetched, *(rate.lost.get(loss, 0) for loss in shown)]
         made.add_row(each.name, *(f"{rate.rate(count):.1%}" for count in counts))
     return made
+
+
+def _shown(found: Sequence[Figures]) -> list[Loss]:
+    """A trace of one tenant loses nothing to walls."""
+    walled = any(each.hit_rate.lost.get(Loss.TENANT) for each in found)
+    return [loss for loss in Loss if walled or loss is not Loss.TENANT]
 
 
 def failures(found: Sequence[Figures]) -> str:
@@ -118,7 +124,7 @@ def _plot_split(axes: Any, found: Sequence[Figures]) -> None:
     if any(fetched):
         axes.barh(names, fetched, left=left, label="fetched", color="#2f855a")
         left = [start + width for start, width in zip(left, fetched, strict=True)]
-    shown = [loss for loss in Loss if loss not in (Loss.NEW, Loss.TENANT)]  # a trace has one tenant
+    shown = [loss for loss in _shown(found) if loss is not Loss.NEW]
     for number, loss in enumerate(shown):
         colour = GREYS[number % len(GREYS)]
         widths = [100 * rate.rate(rate.lost.get(loss, 0)) for rate in rates]

@@ -37,6 +37,7 @@ from router.forecast import forecast
 from router.hit_rate import HitRate, account
 from router.journal import journal
 from router.sessions import Sessions
+from router.sightings import Sightings
 from router.snapshot import Asked, Snapshot
 
 NOBODY_POLL_S = 0.05
@@ -107,6 +108,7 @@ class Routing:
             journal(io.StringIO()),
         )
         self._sightings = self._fleet.sightings
+        self._walls = Sightings(clock) if trace.has_tenants else None
         self._gate: Gate | None = None
         if options.line and ours:
             self._gate = Gate(self._fleet, clock, self._bounds, self._weights)
@@ -270,7 +272,12 @@ class Routing:
         computing = chosen.computing
         num_held = max(computing.matched_blocks, computing.expected_blocks)
         self._sightings.note(names, snapshot.computing(chosen).record.instance, num_held)
+        anybodys = 0
+        if self._walls is not None:
+            anybodys = min(self._walls.depth(arrival.open_names), reusable)
+            self._walls.note(arrival.open_names, "")
         rates = {
+            "anybodys": anybodys * block_tokens,
             "oracle": oracle * block_tokens,
             "available": available * block_tokens,
             "captured": held(*pair) * block_tokens,

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,15 @@ NAMESPACE = Namespace(bytes(32))
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. `names` are those of its full blocks."""
+    """One request. `names` are those of its full blocks, `open_names` what they would be if tenants
+    shared everything; nothing where none is named.
+    """
 
     at_s: float
     num_tokens: int
     output_tokens: int
     names: tuple[BlockHash, ...]
+    open_names: tuple[BlockHash, ...] = ()
     tenant: str = ""
     session: str = ""
     priority: int = 0
@@ -47,6 +51,10 @@ class Trace:
     name: str
     block_tokens: int
     arrivals: tuple[Arrival, ...]
+
+    @property
+    def has_tenants(self) -> bool:
+        return any(each.tenant for each in self.arrivals)
 
     @property
     def duration_s(self) -> float:
@@ -91,8 +99,11 @@ def read_trace(path: Path) -> Trace:
         block_tokens, arrivals = _read(path)
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise CommandError(f"{path} is no trace: {error}") from None
     if not arrivals:
-        raise CommandError(f"{path} holds no request")
+        where = ": a folder is read for its *.jsonl" if path.is_dir() else ""
+        raise CommandError(f"{path} holds no request{where}")
     ordered = sorted(arrivals, key=lambda each: each.at_s)
     start_s = ordered[0].at_s
     moved = tuple(replace(each, at_s=each.at_s - start_s) for each in ordered)
@@ -106,7 +117,7 @@ def _read(path: Path) -> tuple[int, list[Arrival]]:
     if path.suffix == ".csv":
         return HASH_ID_TOKENS, _from_csv(path)
     with path.open() as file:
-        first = file.readline()
+        first = next((line for line in file if not line.isspace()), "")
     if '"hash_ids"' in first:
         return HASH_ID_TOKENS, _lines(path, _from_hash_ids)
     reader = _from_text if '"input"' in first else _from_tokens
@@ -114,23 +125,25 @@ def _read(path: Path) -> tuple[int, list[Arrival]]:
 
 
 def _lines(path: Path, reader: Callable[[dict[str, Any]], Arrival]) -> list[Arrival]:
-    return list(
-        _numbered(path, path.read_text().splitlines(), lambda line: reader(json.loads(line)))
-    )
+    numbered = enumerate(path.read_text().split("\n"), start=1)
+    full = ((number, line) for number, line in numbered if line.strip())
+    return list(_numbered(path, full, lambda line: reader(json.loads(line))))
 
 
 def _numbered(
-    path: Path, lines: Iterable[Any], reader: Callable[[Any], Arrival]
+    path: Path, lines: Iterable[tuple[int, Any]], reader: Callable[[Any], Arrival]
 ) -> Iterator[Arrival]:
-    for number, line in enumerate(lines, start=1):
+    for number, line in lines:
         try:
             arrival = reader(line)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
             raise CommandError(f"{path}, line {number} is no request: {what}") from None
         if arrival.num_tokens < 1 or arrival.output_tokens < 0:
             lengths = f"{arrival.num_tokens} and {arrival.output_tokens} tokens"
             raise CommandError(f"{path}, line {number}: impossible lengths: {lengths}")
+        if not isfinite(arrival.at_s):
+            raise CommandError(f"{path}, line {number}: it comes at {arrival.at_s} s")
         yield arrival
 
 
@@ -166,8 +179,9 @@ def _arrival(
 ) -> Arrival:
     tenant = str(line.get("tenant", ""))
     names = _names(ids, block_size, tenant)
+    open_names = _names(ids, block_size) if tenant else names
     session, priority = str(line.get("session_id", "")), int(line.get("priority", 0))
-    return Arrival(at_s, num_tokens, output_tokens, names, tenant, session, priority)
+    return Arrival(at_s, num_tokens, output_tokens, names, open_names, tenant, session, priority)
 
 
 def _pseudo_tokens(text: str) -> list[int]:
@@ -188,7 +202,8 @@ def _from_csv(path: Path) -> list[Arrival]:
         at_s = datetime.fromisoformat(row["TIMESTAMP"].strip()).timestamp()
         return Arrival(at_s, num_tokens, int(row["GeneratedTokens"]), _names(own, 1))
 
-    return list(_numbered(path, enumerate(rows), read))
+    # A header, and then the rows as a spreadsheet numbers them.
+    return list(_numbered(path, enumerate(enumerate(rows), start=2), read))
 
 
 def _names(ids: Sequence[int], block_size: int, tenant: str = "") -> tuple[BlockHash, ...]:

@@ -22,5 +22,5 @@ def test_every_run_ends_and_every_promise_has_its_figures(
         found[load][outcome.policy] = outcome
     usual, crowded = found["80 %"], found["110 %"]
     assert len(bars(usual, crowded)) == 6
-    assert len(more_bars(usual)) == 5
-    assert {len(usual), len(crowded)} == {11, 2}
+    assert len(more_bars(usual)) == 8
+    assert {len(usual), len(crowded)} == {12, 2}

@@ -141,12 +141,25 @@ async def test_a_redis_wiped_under_load_fails_no_request_and_hits_come_back(
     await until_announced(cluster, prompts)
     before = await cached_share(cluster.stub, prompts)
     assert before > 0.9
-    async with redis.asyncio.from_url(cluster.redis_url) as admin:
-        await admin.flushall()
-    async with asyncio.timeout(30):
+    over = asyncio.Event()
+
+    async def ask_on(mine: Sequence[list[int]]) -> int:
+        """How often; any request that fails or is answered wrong ends the test."""
+        rounds = 0
+        while not over.is_set():
+            await cached_share(cluster.stub, mine)
+            rounds += 1
+        return rounds
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        load = [group.create_task(ask_on(prompts[half::2])) for half in (0, 1)]
+        async with redis.asyncio.from_url(cluster.redis_url) as admin:
+            await admin.flushall()
         await until_announced(cluster, prompts)
         while await cached_share(cluster.stub, prompts) < 0.9 * before:
             await asyncio.sleep(0.05)
+        over.set()
+    assert all(task.result() for task in load)
 
 
 async def test_a_redis_of_half_a_second_a_command_costs_no_request_and_no_reuse(

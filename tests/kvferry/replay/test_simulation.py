@@ -140,6 +140,10 @@ def test_an_impossible_size_is_refused_with_the_figures(trace: Trace) -> None:
         replay(trace, replace(SMALL, cache_tokens=1000))
     with pytest.raises(CommandError, match="decode's 1000 tokens cannot hold the longest"):
         replay(trace, replace(SMALL, decode_tokens=1000))
+    with pytest.raises(CommandError, match="--load nan: must be a finite number"):
+        replay(trace, replace(SMALL, load=float("nan")))
+    with pytest.raises(CommandError, match="--index-lag inf: must be a finite number"):
+        replay(trace, replace(SMALL, index_lag_s=float("inf")))
 
 
 def test_faults_are_written_as_they_are_read() -> None:
@@ -299,6 +303,20 @@ def test_in_line_a_tenant_that_floods_it_keeps_nobody_else_waiting(trace: Trace)
         return sum(each.request in mine for each in outcome.failed) / len(mine)
 
     assert refused("calm") == 0 < refused("flood")
+
+
+def test_what_only_another_tenant_has_sent_is_lost_to_the_wall(tmp_path: Path) -> None:
+    """1,000 equal tokens, of which 992 can be reused."""
+    lines = [
+        {"t": at, "prompt_token_ids": [7] * 1000, "max_tokens": 2, "tenant": tenant}
+        for at, tenant in enumerate(["alice", "bob", "bob", "alice"])
+    ]
+    path = tmp_path / "tenants.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    outcome = replay(read_trace(path), replace(ONE, cache_tokens=8000))
+    lost = [dict(each.hit_rate.lost) for each in outcome.served]
+    assert lost[:2] == [{Loss.NEW: 1000}, {Loss.NEW: 8, Loss.TENANT: 992}]
+    assert [each.hit_rate.delivered for each in outcome.served] == [0, 0, 992, 992]
 
 
 def test_a_prefix_is_fetched_from_its_holder_where_that_takes_less_than_computing(

@@ -75,6 +75,9 @@ def test_azure_prompts_share_nothing(tmp_path: Path) -> None:
         ("", "holds no request"),
         ('{"timestamp": 0, "hash_ids": []}', "line 1 is no request: KeyError: 'input_length'"),
         ('{"hash_ids": [', "line 1 is no request: JSONDecodeError"),
+        ('\n\n{"input": ["a"], "timestamp": 0}', "line 3 is no request: AttributeError"),
+        (json.dumps(mooncake(0, 9, [])) + "\n7", "line 2 is no request: TypeError"),
+        ('{"t": NaN, "prompt_token_ids": [1], "max_tokens": 1}', "line 1: it comes at nan s"),
         (json.dumps(mooncake(0, 0, [])), "line 1: impossible lengths: 0 and 3 tokens"),
     ],
 )
@@ -83,3 +86,24 @@ def test_what_cannot_be_read_says_where(tmp_path: Path, text: str, reason: str) 
     path.write_text(text)
     with pytest.raises(CommandError, match=reason):
         read_trace(path)
+
+
+def test_blank_lines_are_no_requests(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n" + json.dumps(mooncake(0, 600, [1])) + "\n\n")
+    assert [each.num_tokens for each in read_trace(path).arrivals] == [600]
+
+
+def test_what_is_no_text_and_a_folder_without_sessions_are_refused_in_a_sentence(
+    tmp_path: Path,
+) -> None:
+    for name in ("t.jsonl", "t.csv"):
+        (tmp_path / name).write_bytes(bytes(range(128, 256)))
+        with pytest.raises(CommandError, match=f"{name} is no trace: 'utf-8' codec"):
+            read_trace(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CommandError, match="holds no request: a folder is read for its"):
+        read_trace(tmp_path / "empty")
+    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-01-01,5\n")
+    with pytest.raises(CommandError, match="line 2 is no request: TypeError"):
+        read_trace(tmp_path / "t.csv")
