@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
 from rich.table import Table
 
 from kvferry.replay.figures import Figures, quantile
@@ -16,39 +17,38 @@ COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b7791f", "#97266d", "#4
 GREYS = ("#1a202c", "#c05621", "#b7791f", "#a0aec0", "#718096", "#e53e3e")
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
-    """A line each. Hit rates are shares of all prompt tokens, times are to the first token."""
-    made = Table()
-    made.add_column("policy")
-    for name in ("oracle", "available", "captured", "promised", "delivered", "fetched"):
-        made.add_column(name, justify="right")
-    columns = ("imbalance", "mean", "p50", "p90", "p99", "prediction", "regret", "per token")
-    for name in columns:
-        made.add_column(name, justify="right")
+def table(outcomes: Sequence[Outcome]) -> Group:
+    """A line each, of shares of all prompt tokens and then of times to the first token."""
+    rates = _table("policy", "oracle", "available", "captured", "promised", "delivered", "fetched")
+    rates.add_column("imbalance", justify="right")
+    times = _table("policy", "mean", "p50", "p90", "p99", "prediction", "regret", "per token")
     for each in outcomes:
         rate = each.hit_rate
-        error_ms = each.prediction_error_ms
-        made.add_row(
+        shares = (f"{rate.rate(count):.1%}" for count in (*rate.chain()[1:], rate.fetched))
+        rates.add_row(each.policy, *shares, f"{each.imbalance:.2f}")
+        times.add_row(
             each.policy,
-            *(f"{rate.rate(count):.1%}" for count in (*rate.chain()[1:], rate.fetched)),
-            f"{each.imbalance:.2f}",
             *(_seconds(each.ttft_ms(share)) for share in (None, 0.5, 0.9, 0.99)),
-            f"± {_seconds(error_ms)}",
+            f"± {_seconds(each.prediction_error_ms)}",
             _seconds(each.regret_ms),
             f"{quantile(each.figures.tpot_ms, 0.5):.1f} ms",
         )
+    return Group(rates, times)
+
+
+def _table(first: str, *others: str) -> Table:
+    """Of names and numbers, narrow enough for a terminal of 100 columns."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    made.add_column(first, no_wrap=True)
+    for name in others:
+        made.add_column(name, justify="right")
     return made
 
 
 def losses(found: Sequence[Figures]) -> Table:
     """Why prompt tokens were computed; a line adds up to 100 %."""
-    made = Table()
-    made.add_column("")
-    for name in ("delivered", "fetched"):
-        made.add_column(name, justify="right")
     shown = _shown(found)
-    for loss in shown:
-        made.add_column(loss.value, justify="right")
+    made = _table("", "delivered", "fetched", *(loss.value for loss in shown))
     for each in found:
         rate = each.hit_rate
         counts = [rate.delivered, rate.fetched, *(rate.lost.get(loss, 0) for loss in shown)]
