@@ -49,7 +49,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def in_step(replica: Redis) -> bool:
-    return replica.info("replication")["master_link_status"] == "up"
+    return bool(replica.info("replication")["master_link_status"] == "up")
 
 
 async def restarted(fleet: LiveFleet, name: str, num_blocks: int) -> None:
