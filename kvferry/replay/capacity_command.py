@@ -72,6 +72,11 @@ def _refuse(asked: Capacity, rate: float | None, max_workers: int) -> None:
             f" {targets.tpot_ms / 1000:g} for {targets.share:.1%} of the requests: only {best:.1%}"
             " could be in time if each were served alone and everything stayed cached"
         )
+    if asked.trace.duration_s <= 0:
+        raise CommandError(
+            f"{asked.trace.name} has no rate that could be changed: its"
+            f" {len(asked.trace.arrivals)} requests come at one time"
+        )
 
 
 def _all(max_workers: int) -> list[Split]:

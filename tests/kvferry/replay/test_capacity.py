@@ -5,6 +5,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,17 @@ def test_targets_that_no_fleet_keeps_are_refused_before_anything_is_replayed(
         out = tmp_path / "out.json"
         capacity_command(asked, None, 3, out, out.with_suffix(".png"), Console(), pool)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("rate", "sentence"),
+    [(inf, "--rate inf: must be a finite"), (None, "requests come at one time")],
+)
+def test_what_has_no_rate_is_refused(tmp_path: Path, rate: float | None, sentence: str) -> None:
+    asked = Capacity(steady(tmp_path, 1, count=1), OPTIONS, Targets(1e6, 1e6, 0.9))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CommandError, match=sentence):
+        out = tmp_path / "out.json"
+        capacity_command(asked, rate, 3, out, out.with_suffix(".png"), Console(), pool)
 
 
 @pytest.mark.parametrize(
