@@ -1,15 +1,18 @@
 """C sources, compiled at first use by the compiler that `make` needs anyway.
 
-The library is kept beside Python's own compiled files, under a name that changes with the sources,
-the flags, the platform and, for code that suits one processor only, the processor. Where it cannot
-be had, the log says once what does the work instead, and why.
+The library is kept beside Python's own compiled files, or in a folder of this user's where those
+may not be written, under a name that changes with the sources, the flags, the platform and, for
+code that suits one processor only, the processor. Where it cannot be had, the log says once what
+does the work instead, and why.
 """
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
 import re
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +23,8 @@ from typing import TypeVar
 
 FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Werror")
 NATIVE = "-march=native"
+# An installation that is another user's, or lies on a read-only root, as in a pod.
+NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 Made = TypeVar("Made")
 
@@ -78,17 +83,32 @@ def compiled(source: Path, *flags: str, beside: Sequence[Path] = ()) -> Path:
     processor = _processor() if NATIVE in flags else ""
     about = repr((FLAGS, flags, sysconfig.get_platform(), processor)).encode()
     name = f"{source.stem}-{hashlib.blake2b(text + about, digest_size=8).hexdigest()}.so"
-    folder = source.parent / "__pycache__"
-    target = folder / name
-    if target.exists():
-        return target
     try:
+        return _kept(sources, flags, source.parent / "__pycache__", name)
+    except OSError as error:
+        if error.errno not in NOT_FOR_US:
+            raise
+        return _kept(sources, flags, _private_folder(), name)
+
+
+def _kept(sources: Sequence[Path], flags: Sequence[str], folder: Path, name: str) -> Path:
+    """The library of that name in the folder, compiled if it is not there."""
+    target = folder / name
+    if not target.exists():
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            made = _compile(sources, Path(work) / name, flags)
-            return made.replace(target)  # at once: others may be doing it
-    except PermissionError:  # an installation that is not ours: compile for this process alone
-        return _compile(sources, Path(tempfile.mkdtemp(prefix="kvferry-")) / name, flags)
+            _compile(sources, Path(work) / name, flags).replace(target)  # at once: others may be
+    return target
+
+
+def _private_folder() -> Path:
+    """Where libraries are kept whose sources lie where we may not write. Raises OSError."""
+    folder = Path(tempfile.gettempdir()) / f"kvferry-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not this user's alone: remove it, or set TMPDIR")
+    return folder
 
 
 def _with_headers(sources: Sequence[Path]) -> list[Path]:

@@ -1,8 +1,11 @@
 """What all C sources have in common: how they are compiled, loaded and done without."""
 
 import ctypes
+import errno
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,3 +102,42 @@ def test_a_changed_source_or_flag_is_another_library(source: Path) -> None:
     source.write_text(ANSWER.replace("42", "43"))
     assert compiled.compiled(source) != first
     assert load(source, lambda library: int(library.answer())) == 43
+
+
+def refuse(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be made in the folder, whoever asks: root may where others may not."""
+    make = tempfile.TemporaryDirectory
+
+    def refused(dir: Path) -> "tempfile.TemporaryDirectory[str]":
+        if dir == folder:
+            raise OSError(number, os.strerror(number), str(dir))
+        return make(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refused)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_where_the_sources_may_not_be_written_all_processes_of_a_user_share_one_library(
+    source: Path, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    refuse(source.parent / "__pycache__", number, monkeypatch)
+    assert load(source, lambda library: int(library.answer())) == 42
+    (library,) = (tmp_path / "tmp").rglob("*.so")
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert compiled.compiled(source) == library
+
+
+def test_a_library_is_not_taken_from_a_folder_that_others_may_write(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    refuse(source.parent / "__pycache__", errno.EROFS, monkeypatch)
+    open_to_all = tmp_path / f"kvferry-kernels-{os.getuid()}"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    assert load(source, lambda library: int(library.answer())) is None
+    assert caplog.messages == [
+        f"nobody answers: {open_to_all} is not this user's alone: remove it, or set TMPDIR"
+    ]
