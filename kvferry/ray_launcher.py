@@ -219,11 +219,15 @@ def _ray_environment(token: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # On every platform, in spite of its name: Ray for one host stays on loopback. Else it takes
+        # the loopback address that we give for one of the host's own, and listens on all of them.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
 
 
 def _init(folder: Path, num_prefill: int) -> str:
     import ray
+    import ray._private.ray_constants
     import ray._private.worker
     import ray._raylet
     import ray.job_config
@@ -233,7 +237,9 @@ def _init(folder: Path, num_prefill: int) -> str:
     job: Any = ray.job_config.JobConfig()
     # It would let its workers import from where we stand, before anything that is installed.
     job._runtime_env_has_working_dir = lambda: True
-    inner: Any = ray._raylet  # Ray may have been imported before our environment was set
+    # Ray may have been imported before our environment was set.
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+    inner: Any = ray._raylet
     inner.Config.initialize("")
     inner.AuthenticationTokenLoader.instance().reset_cache()
     ray.init(

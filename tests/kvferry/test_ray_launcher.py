@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -68,6 +69,32 @@ def runs(pid: int) -> bool:
     return True
 
 
+LISTENS = "0A"
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+
+
+def heard_beyond_loopback() -> list[str]:
+    """Where Ray's processes, and Ray's part in ours, listen for other hosts: the kernel's lists."""
+    token = f"RAY_AUTH_TOKEN_PATH={os.environ['RAY_AUTH_TOKEN_PATH']}".encode()
+    inodes, num_processes = set(), 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if token in (folder / "environ").read_bytes() or folder.name == str(os.getpid()):
+                num_processes += 1
+                for fd in (folder / "fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+    assert num_processes > 4  # its head, its node and two workers besides us
+    rows = [line.split() for name in ("tcp", "tcp6") for line in _lines(f"/proc/net/{name}")]
+    places = [row[1] for row in rows if row[3] == LISTENS and row[9] in inodes]
+    assert places
+    return [place for place in places if place.split(":")[0] not in LOOPBACK]
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()[1:] if Path(path).exists() else []
+
+
 async def test_ray_places_workers_brings_a_killed_one_back_and_ends_with_the_launcher(
     tmp_path: Path,
 ) -> None:
@@ -80,6 +107,7 @@ async def test_ray_places_workers_brings_a_killed_one_back_and_ends_with_the_lau
     assert first is not None
     assert other is not None
     assert first != other
+    assert heard_beyond_loopback() == []
 
     os.kill(first, signal.SIGKILL)
     await stage.until("prefill-0", PartState.DIED, 1)
