@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import redis.asyncio
 import redis.exceptions
@@ -161,16 +162,23 @@ def free_port(preferred: int) -> int:
 
 
 async def ask_version(url: str) -> str:
-    """Which server answers at `url`, such as "redis 7.0.15". Raises PartFailed when none does."""
+    """Which server answers at `url`, such as "redis 7.0.15". Raises PartFailed when none does.
+
+    A user who may do only what the index needs is not told: then it is some "redis".
+    """
     where = hide_password(url)
     try:
         client = redis.asyncio.Redis.from_url(
-            url, socket_timeout=ANSWER_TIMEOUT_S, socket_connect_timeout=ANSWER_TIMEOUT_S
+            url,
+            protocol=2,  # by which the index is read, too
+            driver_info=None,
+            socket_timeout=ANSWER_TIMEOUT_S,
+            socket_connect_timeout=ANSWER_TIMEOUT_S,
         )
     except ValueError as error:
         raise PartFailed(f"{where} is not a Redis URL ({error}): try redis://HOST:PORT/0") from None
     try:
-        info = await client.info("server")
+        info = await _about(client)
     except redis.exceptions.AuthenticationError as error:
         raise PartFailed(
             f"Redis at {where} refuses the login ({error}): "
@@ -186,7 +194,16 @@ async def ask_version(url: str) -> str:
     finally:
         await client.aclose()
     name = str(info.get("server_name", "redis"))
-    return f"{name} {info.get(f'{name}_version', info['redis_version'])}"
+    return f"{name} {info.get(f'{name}_version', info.get('redis_version', ''))}".strip()
+
+
+async def _about(client: redis.asyncio.Redis) -> dict[str, Any]:
+    try:
+        info: dict[str, Any] = await client.info("server")
+    except redis.exceptions.NoPermissionError:
+        await client.ping()
+        return {}
+    return info
 
 
 async def spawn_server(

@@ -3,15 +3,19 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
+from rich.console import Console
 
 from engine.clock import MonotonicClock
 from kvferry.errors import PartFailed
 from kvferry.launcher import PartEvent, PartState
+from kvferry.ps import ps
 from kvferry.redis_server import find_server, free_port, redis_server
 from kvferry.settings import hide_password
+from prefix_index.redis_schema import COMMANDS
 
 NOWHERE = "/nonexistent"
 
@@ -71,6 +75,21 @@ async def test_a_given_server_is_used_and_left_running(tmp_path: Path) -> None:
         client = redis.asyncio.Redis.from_url(theirs.url)
         assert await client.ping()
         await client.aclose()
+
+
+async def test_a_user_who_may_do_only_what_the_index_needs_can_start_and_look(
+    tmp_path: Path,
+) -> None:
+    clock = MonotonicClock()
+    allowed = ["~{kvferry}:*", "-@all", *(f"+{name.lower()}" for name in COMMANDS)]
+    async with redis_server("", tmp_path / "redis.log", clock, NOWHERE) as theirs:
+        admin: Any = redis.asyncio.Redis.from_url(theirs.url)
+        await admin.execute_command("ACL", "SETUSER", "narrow", "on", ">pw", *allowed)
+        await admin.aclose()
+        url = f"redis://narrow:pw@{theirs.url.rpartition('@')[2]}"
+        async with redis_server(url, tmp_path / "x.log", clock) as place:
+            assert place.origin == "redis, given"
+        await ps(url, "kvferry", Console(quiet=True))
 
 
 async def test_a_given_server_that_refuses_the_login_gets_one_sentence_with_the_way_out(
