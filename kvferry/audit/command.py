@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -101,9 +102,11 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _table(report: Report) -> Table:
-    table = Table()
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "worker" else "right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column(COLUMNS[0], overflow="fold")  # a long name breaks, numbers never do
+    for name in COLUMNS[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    lives = Counter((line.origin.worker, line.origin.rank) for line in report.lines)
     for line in report.lines:
         numbers = (
             line.num_rows,
@@ -119,7 +122,10 @@ def _table(report: Report) -> Table:
             line.repaired,
             line.dropped,
         )
-        table.add_row(str(line.origin), *map(str, numbers))
+        named = f"{line.origin.worker} rank {line.origin.rank}"
+        if lives[line.origin.worker, line.origin.rank] > 1:
+            named += f"\nepoch {line.origin.epoch}"
+        table.add_row(named, *map(str, numbers))
     return table
 
 

@@ -92,3 +92,20 @@ def test_what_is_no_ledger_is_said_in_a_sentence(tmp_path: Path) -> None:
         said([tmp_path])
     with pytest.raises(CommandError, match="No such file"):
         said([tmp_path / "none.ledger"])
+
+
+def test_lines_of_120_characters_have_room_for_each_name_and_number(tmp_path: Path) -> None:
+    pages, console = PageConfig(folder=tmp_path), Console(width=120, record=True, quiet=False)
+    lives = [("prefill-0", 1796068344326)]
+    lives += [("prefill-1", 1796068348396), ("prefill-1", 1796068400000)]
+    for name, epoch in lives:
+        Ledger(Origin(name, f"{name}-{epoch}", epoch, "prefill", 0, 1), pages).close()
+    assert run([tmp_path], console)
+    text = console.export_text()
+    assert "\u2026" not in text
+    first = [line.split("  ")[0].strip() for line in text.splitlines()]
+    assert [name for name in first if name.startswith(("prefill", "epoch"))] == [
+        "prefill-0 rank 0",
+        *("prefill-1 rank 0", "epoch 1796068348396"),
+        *("prefill-1 rank 0", "epoch 1796068400000"),
+    ]
