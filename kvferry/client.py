@@ -19,6 +19,7 @@ from protos.inference_pb2 import (
 )
 from protos.inference_pb2_grpc import InferenceStub
 from transport.grpc_options import channel_options
+from transport.plain_words import plain_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class RouterClient:
         """Raises CommandError for a key that no header can hold."""
         if not (api_key.isascii() and api_key.isprintable()):
             raise CommandError("the API key must be of printable ASCII characters")
+        self._address = address
         self._channel = grpc.aio.insecure_channel(address, options=channel_options())
         self._stub = InferenceStub(self._channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -81,24 +83,25 @@ class RouterClient:
         try:
             return await _collect(call, on_text)
         except grpc.aio.AioRpcError as error:
-            raise failure(error) from None
+            raise failure(error, self._address) from None
 
     async def explain(self, request: GenerateRequest, timeout_s: float = 5.0) -> Explanation:
         """Where the request would go. Raises CommandError."""
         try:
             answer = await self._stub.Explain(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise failure(error) from None
+            raise failure(error, self._address) from None
         explanation: Explanation = answer.explanation
         return explanation
 
 
-def failure(error: grpc.aio.AioRpcError) -> CommandError:
-    """The sentence for a call that failed."""
+def failure(error: grpc.aio.AioRpcError, address: str) -> CommandError:
+    """The sentence for a call to the router at `address` that failed."""
     details = error.details() or "no reason given"
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+    if error.code() is grpc.StatusCode.UNAVAILABLE and (plain := plain_words(details)) != details:
         return NoCluster(
-            "no router answers there: start a cluster with `kvferry up`, or see --grpc"
+            f"no router answers at {address} ({plain}): start a cluster with `kvferry up`, or name "
+            "another router with --grpc HOST:PORT"
         )
     return CommandError(f"the cluster answered {error.code().name}: {details}")
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvferry.talk import Door
 
 PIPED_WIDTH = 120
+MAX_PORT = 65_535
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="Settings file (YAML).", show_default=False)
@@ -31,8 +32,24 @@ RedisUrl = Annotated[
 StateDir = Annotated[
     Path | None, typer.Option(help="Where the running cluster leaves word of itself.")
 ]
+
+
+def _address(param: typer.CallbackParam, given: str | None) -> str | None:
+    """Of an option: what gRPC would look up as a name, and say so in its own words, is refused."""
+    host, _, port = (given or "").rpartition(":")
+    named = host and port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT
+    if given is not None and not named:
+        raise CommandError(
+            f"{param.opts[0]} must be HOST:PORT, such as 127.0.0.1:50051, got {given!r}"
+        )
+    return given
+
+
 GrpcAddress = Annotated[
-    str | None, typer.Option("--grpc", metavar="HOST:PORT", help="A router, instead of our own.")
+    str | None,
+    typer.Option(
+        "--grpc", metavar="HOST:PORT", help="A router, instead of our own.", callback=_address
+    ),
 ]
 ApiKey = Annotated[str | None, typer.Option(help="Where the router asks for one.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to answer with.")]

@@ -12,7 +12,7 @@ import grpc.aio
 _LIBRARY = re.compile(
     r"failed to connect|connection (refused|reset|timed out|aborted)|broken pipe|socket closed|"
     r"cancelling all calls|goaway|recvmsg|sendmsg|endpoint closing|keepalive|ping timeout|"
-    r"transport closed|stream removed|dns resolution failed|no route to host|"
+    r"transport closed|stream removed|dns resolution failed|errors resolving|no route to host|"
     r"network is unreachable|ipv[46]:|unix:",
     re.IGNORECASE,
 )
@@ -27,7 +27,7 @@ def plain_words(details: str) -> str:
         return "nobody answers at its address"
     if "failed to connect" in said or "unreachable" in said or "no route" in said:
         return "it cannot be reached"
-    if "dns" in said:
+    if "dns" in said or "resolving" in said:
         return "its address is not known"
     return "its connection broke"
 

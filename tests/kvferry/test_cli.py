@@ -64,7 +64,7 @@ def test_every_command_says_what_it_is_for(command: str) -> None:
         (["ask", "--grpc", "127.0.0.1:1", "--seed", "-1", "hello"], "seed must be a whole number"),
         (["ask", "--grpc", "127.0.0.1:1", "--max-tokens", "9" * 30, "hi"], "max_tokens must be a"),
         (["ask", "--grpc", "127.0.0.1:1", "--api-key", "a\nb", "hello"], "the API key must be of"),
-        (["ask", "--grpc", "127.0.0.1:1", "hello"], "no router answers there"),
+        (["ask", "--grpc", "127.0.0.1:1", "hello"], "no router answers at 127.0.0.1:1"),
         (["replay", "trace.jsonl", "--out", "/proc/x/y.json"], "--out /proc/x/y.json cannot be"),
     ],
 )
@@ -138,3 +138,14 @@ def test_what_could_not_be_kept_is_refused_before_anything_runs(
     result = CliRunner().invoke(app, line)
     assert isinstance(result.exception, CommandError)
     assert str(result.exception).startswith(f"{option} {place} cannot be written: ")
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", ":50051", "host:", "host:http", "host:70000"])
+@pytest.mark.parametrize("command", [["ask", "hello"], ["chat"], ["bench", "serve", "TRACE"]])
+def test_a_router_s_address_that_is_none_is_refused_before_anybody_is_asked(
+    command: list[str], address: str
+) -> None:
+    result = CliRunner().invoke(app, [*command, "--grpc", address])
+    assert str(result.exception) == (
+        f"--grpc must be HOST:PORT, such as 127.0.0.1:50051, got {address!r}"
+    )

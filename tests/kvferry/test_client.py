@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvferry.client import RouterClient, chat_request
-from kvferry.errors import CommandError
+from kvferry.errors import CommandError, NoCluster
 from kvferry.explain import explain_table, size
 from kvferry.talk import Door, Manner, ask_once
 from protos.inference_pb2 import (
@@ -118,6 +118,25 @@ async def test_a_refusal_becomes_one_sentence_with_its_code() -> None:
     async with fake_router() as (_, address), RouterClient(address) as client:
         with pytest.raises(CommandError, match="INVALID_ARGUMENT: messages: the prompt is empty"):
             await client.ask(question(""), lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:1", "nobody answers at its address"),
+        ("no-such-host.invalid:50051", "its address is not known"),
+    ],
+)
+async def test_a_router_that_does_not_answer_is_named_by_its_address(
+    address: str, why: str
+) -> None:
+    async with RouterClient(address) as client:
+        with pytest.raises(NoCluster) as failure:
+            await client.ask(question("?"), lambda text: None)
+    assert str(failure.value) == (
+        f"no router answers at {address} ({why}): start a cluster with `kvferry up`, or name "
+        "another router with --grpc HOST:PORT"
+    )
 
 
 async def test_ask_prints_the_text_as_it_is_and_the_tables_when_wanted() -> None:
