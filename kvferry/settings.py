@@ -113,6 +113,8 @@ class Settings(BaseSettings):
     @classmethod
     def _complete_sections(cls, values: dict[str, Any]) -> dict[str, Any]:
         completed = dict(values)
+        if "redis_url" in completed:  # nothing after the colon is nothing, too
+            completed["redis_url"] = completed["redis_url"] or ""
         given = {key: values[key] for key in SHARED if values.get(key) not in (None, "")}
         given.setdefault("model", cls.model_fields["model"].default)
         for name, component in SECTIONS.items():
@@ -191,7 +193,9 @@ def hide_password(url: str) -> str:
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises BadSettings when there is none."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_EachKeyOnce)
+    except _Twice as twice:
+        raise BadSettings(f"{path}: {twice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadSettings(f"cannot read the settings file {path}: {error}") from None
     except yaml.YAMLError as error:
@@ -201,6 +205,23 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise BadSettings(f"{path} must hold a mapping of settings, such as `model: smollm2`")
     return content
+
+
+class _Twice(Exception):
+    """A key that a mapping has more than once."""
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """Of a key that stands in a mapping twice, YAML by itself silently takes the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise _Twice(f"{key.value} is set in line {lines[key.value]} and in line {line}")
+            lines[str(key.value)] = line
+        return super().construct_mapping(node, deep)
 
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
@@ -246,13 +267,16 @@ def _yaml_or_text(value: str) -> Any:
 
 def _sentence(error: ValidationError) -> str:
     problems = []
-    for problem in error.errors(include_url=False):
+    found = error.errors(include_url=False)
+    for problem in found:
+        if any(_is_inside(other["loc"], problem["loc"]) for other in found):
+            continue  # it only follows from that
         key = ".".join(str(part) for part in problem["loc"]) or "settings"
         given = problem["input"]
         if "api_keys" in problem["loc"]:
             problems.append(f"router.api_keys: {_said(problem)}")  # whose values are secret
         elif problem["type"] == "extra_forbidden":
-            problems.append(f"there is no setting {key}")
+            problems.append(f"there is no setting {key}{_meant(problem['loc'])}")
         elif problem["type"] == "missing":
             problems.append(f"{key} is missing")
         elif problem["type"] == "model_type":
@@ -262,6 +286,23 @@ def _sentence(error: ValidationError) -> str:
         else:
             problems.append(f"{key} = {given!r}: {_said(problem)}")
     return "; ".join(problems)
+
+
+def _is_inside(inner: tuple[int | str, ...], outer: tuple[int | str, ...]) -> bool:
+    return len(inner) > len(outer) and inner[: len(outer)] == outer
+
+
+def _meant(loc: tuple[int | str, ...]) -> str:
+    """What may have been meant: that name in another place, else almost that name in this one."""
+    *outer, field = (str(part) for part in loc)
+    here = SECTIONS.get(outer[0]) if outer else Settings
+    meant = [
+        f"{name}.{field}" for name, section in SECTIONS.items() if field in section.model_fields
+    ]
+    if here is not None and not meant:
+        close = get_close_matches(field, here.model_fields, n=1)
+        meant = [".".join([*outer, name]) for name in close]
+    return f": {' and '.join(meant)} {'are' if len(meant) > 1 else 'is'}" if meant else ""
 
 
 def _first_field(section: str) -> str:

@@ -1,8 +1,8 @@
 """What a router is told at start, checked once."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from transport.host_name import checked_host
 
@@ -50,3 +50,9 @@ class RouterSettings(BaseModel):
     max_pair_attempts: Count = 3  # then decode computes the prompt itself
     doubt_s: Annotated[float, Field(gt=0, le=60)] = 2.0  # a worker that failed is left out
     drain_s: Seconds = 10.0  # what runs may finish at SIGTERM
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        if self.grpc_port == self.http_port != 0:
+            raise ValueError(f"grpc_port and http_port are both {self.http_port}: change one")
+        return self

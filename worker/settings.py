@@ -126,6 +126,12 @@ class WorkerSettings(BaseModel):
         return False
 
     @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        if self.port == self.system_port != 0:
+            raise ValueError(f"port and system_port are both {self.port}: change one, or set 0")
+        return self
+
+    @model_validator(mode="after")
     def _check_wires(self) -> Self:
         if "nccl" in self.wires and self.device != "cuda":
             raise ValueError(f"the wire nccl needs device cuda, not {self.device}")

@@ -162,8 +162,13 @@ def test_settings_never_change_after_they_were_composed() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("modell: smollm2", "there is no setting modell"),
-        ("router: {http_prt: 1}", "there is no setting router.http_prt"),
+        ("modell: smollm2", "there is no setting modell: model is$"),
+        ("router: {http_prt: 1}", "there is no setting router.http_prt: router.http_port is$"),
+        ("num_blocks: 1", "no setting num_blocks: prefill.num_blocks and decode.num_blocks are$"),
+        ("decode: {colour: red}", "there is no setting decode.colour$"),
+        ("router: {grpc_port: 8000}", "router: grpc_port and http_port are both 8000: change one"),
+        ("decode: {port: 9, system_port: 9}", "decode: port and system_port are both 9: change"),
+        ("decode: {wires: [owl]}", r"^decode\.wires\.0 = 'owl': input should be [^;]* or 'nccl'$"),
         ("decode: {tp: 0}", r"decode.tp = 0: input should be greater than or equal to 1"),
         ("num_prefill: many", "num_prefill = 'many': input should be a valid integer"),
         ("- a\n- b", "must hold a mapping of settings"),
@@ -186,9 +191,18 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "none.yaml")
 
 
+def test_a_file_that_sets_something_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "kvferry.yaml"
+    path.write_text("prefill:\n  tp: 1\ndecode: {tp: 2}\nprefill: {tp: 3}\n")
+    with pytest.raises(BadSettings, match=r"yaml: prefill is set in line 1 and in line 4$"):
+        load(path)
+
+
 def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "kvferry.yaml"
     path.write_text("# nothing yet\n")
+    assert load(path) == load()
+    path.write_text("redis_url:\n")
     assert load(path) == load()
 
 
