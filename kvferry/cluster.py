@@ -42,6 +42,7 @@ async def running_cluster(
 ) -> AsyncIterator[Cluster]:
     """Start everything, hand over the running cluster, stop everything. Raises CommandError."""
     with only_cluster(settings.state_dir):
+        try_workers_ports(settings)
         _try_ports(settings)
         await asyncio.to_thread(_try_model, settings)
         redis_log = settings.state_dir / "logs" / "redis.log"
@@ -159,6 +160,22 @@ def _try_ports(settings: Settings) -> None:
                     f"port {port} of {router.host} cannot be used ({error.strerror}): "
                     f"stop what listens there or choose another with {flag}"
                 ) from None
+
+
+def try_workers_ports(settings: Settings) -> None:
+    """Raises PartFailed for a port that two parts of a cluster on one host would listen on."""
+    router = settings.router
+    taken = {(router.host, port): "the router" for port in (router.grpc_port, router.http_port)}
+    prefill = [("prefill", settings.prefill_worker(index)) for index in range(settings.num_prefill)]
+    decode = [("decode", settings.decode_worker(index)) for index in range(settings.num_decode)]
+    for role, worker in (*prefill, *decode):
+        for field, port in (("port", worker.port), ("system_port", worker.system_port)):
+            if port and (worker.host, port) in taken:
+                raise PartFailed(
+                    f"{taken[worker.host, port]} and {worker.name} would both listen on "
+                    f"{worker.host}:{port}: set {role}.{field} to 0, and the system chooses"
+                )
+            taken[worker.host, port] = worker.name
 
 
 async def _try_names(settings: Settings, redis_url: str, clock: Clock) -> None:

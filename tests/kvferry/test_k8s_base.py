@@ -9,6 +9,7 @@ import typer.main
 import yaml
 
 from kvferry.cli import app
+from kvferry.cluster import try_workers_ports
 from kvferry.settings import Settings, load
 
 BASE = Path(__file__).parents[2] / "k8s" / "base"
@@ -16,7 +17,7 @@ CONFIG = BASE / "config" / "kvferry.yaml"
 ROLES = ["router", "prefill", "decode"]
 POD = {"metadata.name": "kvferry-pod-0", "status.podIP": "10.0.0.7", "spec.nodeName": "n1"}
 PROBES = {  # which paths a role answers on which of its named ports
-    "router": {("/health", "http")},
+    "router": {("/live", "http"), ("/ready", "http")},
     "prefill": {("/live", "system"), ("/ready", "system")},
     "decode": {("/live", "system"), ("/ready", "system")},
 }
@@ -53,7 +54,28 @@ def settings_of(role: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
     for variable in container(role)["env"]:
         field = variable["valueFrom"]["fieldRef"]["fieldPath"]
         monkeypatch.setenv(variable["name"], POD[field])
-    return load(CONFIG)
+    _, params = parse(container(role)["args"])
+    ports = {name: params[name] for name in params if name.endswith("port") and params[name]}
+    return load(CONFIG, {role: ports})
+
+
+def spec_of(role: str) -> dict[str, Any]:
+    """The pod of a role."""
+    pods = [work["spec"]["template"]["spec"] for work in of_kind("Deployment", "StatefulSet")]
+    (spec,) = [pod for pod in pods if pod["containers"][0]["name"] == role]
+    assert isinstance(spec, dict)
+    return spec
+
+
+def components(selector: dict[str, Any]) -> set[str]:
+    """Of which parts a selector finds the pods."""
+    labels, found = dict(selector["matchLabels"]), set()
+    for expression in selector.get("matchExpressions", ()):
+        assert expression["operator"] == "In"
+        found |= set(expression["values"])
+        assert expression["key"] == "app.kubernetes.io/component"
+    assert labels.pop("app.kubernetes.io/name") == "kvferry"
+    return found or {labels["app.kubernetes.io/component"]}
 
 
 def test_kustomize_lists_every_manifest_and_the_settings_file() -> None:
@@ -124,10 +146,43 @@ def test_a_workload_selects_its_own_pods_and_mounts_what_it_declares() -> None:
         assert template["spec"]["securityContext"]["runAsNonRoot"] is True
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ROLES)
 def test_a_pod_has_the_time_to_drain(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drain_s = getattr(settings_of(role, monkeypatch), role).drain_s
-    for workload in of_kind("Deployment", "StatefulSet"):
-        spec = workload["spec"]["template"]["spec"]
-        if spec["containers"][0]["name"] == role:
-            assert spec["terminationGracePeriodSeconds"] >= drain_s + 10
+    before = container(role).get("lifecycle", {}).get("preStop", {}).get("exec", {})
+    program, wait_s = before.get("command", ["sleep", "0"])
+    assert program == "sleep"  # Services are told at the same time as the pod, and take a moment
+    assert (float(wait_s) > 0) == (
+        role == "router"
+    )  # workers are found in the index, which is told
+    assert spec_of(role)["terminationGracePeriodSeconds"] >= float(wait_s) + drain_s + 10
+
+
+def test_on_one_machine_the_same_file_is_a_cluster_whose_parts_do_not_meet_on_a_port() -> None:
+    settings = load(CONFIG, {"redis_url": ""})
+    try_workers_ports(settings)
+    assert (settings.num_prefill, settings.redis_url) == (2, "")
+
+
+def test_each_pod_is_reached_by_those_who_call_it_and_by_no_others() -> None:
+    reached: dict[str, set[tuple[frozenset[str], str]]] = {}
+    for policy in of_kind("NetworkPolicy"):
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        for rule in policy["spec"]["ingress"]:
+            callers = frozenset[str]().union(
+                *(components(peer["podSelector"]) for peer in rule.get("from", ()))
+            )
+            ports = [port["port"] for port in rule.get("ports", [{"port": "any"}])]
+            for target in components(policy["spec"]["podSelector"]):
+                reached.setdefault(target, set()).update((callers, port) for port in ports)
+    anybody, ours = frozenset[str](), frozenset(ROLES)
+    worker = {(ours, "any"), (anybody, "system")}
+    assert reached == {
+        "router": {(anybody, "grpc"), (anybody, "http")},
+        "prefill": worker,
+        "decode": worker,
+        "redis": {(ours, "redis")},
+    }
+    for target, rules in reached.items():
+        names = {port["name"] for port in spec_of(target)["containers"][0]["ports"]}
+        assert {port for _, port in rules} - {"any"} <= names
