@@ -7,6 +7,7 @@ fenced: no copying thread of it runs any more.
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from kvcache.head_map import HeadInterval
 from kvcache.ledger import Ledger
@@ -22,6 +23,7 @@ from transport.memory import Memory
 from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey, TransferFailed
 from transport.plan import sources_of
 from transport.port import Port
+from transport.reaper import each
 from transport.shipment import Receiving, Shape
 from transport.watch import Watch
 
@@ -76,6 +78,9 @@ class Arrivals:
             raise failure or TransferFailed(Code.FAILED_PRECONDITION, f"transfer {key} is done")
         if key in self.early:
             return
+        if key in self.awaited:
+            reason = f"transfer {key} is awaited already"
+            raise TransferFailed(Code.FAILED_PRECONDITION, reason)
         call = asyncio.get_running_loop().create_future()
         self.awaited[key] = Awaited(call, self._clock.now() + timeout_s)
         try:
@@ -219,21 +224,20 @@ class Arrivals:
                 del ranks[rank]  # it cannot be told
                 self.turn_away(key, TransferFailed(Code.UNAVAILABLE, reason))
 
-    async def tick(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Renew leases, and give up what nobody has given a sign of for too long."""
-        for landing in list(self.live.values()):
-            self._tick(landing, now)
+        each(self.live.values(), partial(self._tick, now))
         for key, ranks in list(self.early.items()):
             if min(early.expires_at for early in ranks.values()) <= now:
                 reason = f"no order for it within {self._config.open_wait_s:g} s"
-                await self.abort(key, f"{self.identity}: {reason}", Code.UNAVAILABLE)
+                self.turn_away(key, TransferFailed(Code.UNAVAILABLE, f"{self.identity}: {reason}"))
         for key, awaited in list(self.awaited.items()):
             if awaited.expires_at <= now:
                 self.counts.expired += 1
                 reason = "out of time before any prefill rank called"
                 self.turn_away(key, TransferFailed(Code.DEADLINE_EXCEEDED, reason))
 
-    def _tick(self, landing: Landing, now: float) -> None:
+    def _tick(self, now: float, landing: Landing) -> None:
         incoming, dead = landing.incoming, dict[int, str]()
         for rank, pair in incoming.pairs.items():
             silent_s = now - pair.heard_at

@@ -335,7 +335,7 @@ def late(ledger: Ledger, key: ShipmentKey, peer: int, chunk: Chunk) -> None:
         Account.DROPPED,
         Reason.LATE,
         key=row_key(key),
-        peer=peer,
+        peer=peer & 0xFFFF,  # nobody has looked at it
         layer=chunk.layer & 0x7FFF,
         first=chunk.first_block,
         count=chunk.num_blocks,

@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.cells import digests_from_bytes
 from kvcache.head_map import HeadInterval
@@ -94,19 +95,26 @@ class _Landed:
 
     order: BorrowOrder
     book: ReceivingBook
-    cells_each: int  # of a block
+    came_BLH: NDArray[np.bool_]  # cells, whatever they were; what comes again is not wanted
+    here_BLH: NDArray[np.bool_]  # the good ones
     num_bytes: int = 0
     why: str = ""
-    cells: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # good ones, by block
     jobs: dict[Job, tuple[Lender, list[Cell]]] = field(default_factory=dict)
 
     @property
     def num_whole(self) -> int:
-        num_blocks = len(self.order.names)
-        return next((at for at in range(num_blocks) if not self.is_whole(at)), num_blocks)
+        return int(np.cumprod(self.here_BLH.all(axis=(1, 2))).sum())
 
-    def is_whole(self, block: int) -> bool:
-        return self.cells[block] == self.cells_each
+    def claim(self, run: CellRun, columns: Sequence[int]) -> bool:
+        """Whether none of these cells, in these columns, has come before; then they have now."""
+        blocks = slice(run.first_block, run.first_block + run.num_blocks)
+        if self.came_BLH[blocks, run.layer][:, columns].any():
+            return False
+        self.came_BLH[blocks, run.layer, columns] = True
+        return True
+
+    def is_whole(self, blocks: range) -> bool:
+        return bool(self.here_BLH[blocks.start : blocks.stop].all())
 
 
 class Borrower:
@@ -139,7 +147,9 @@ class Borrower:
         why = self._against(order, lenders)
         if why:
             return Borrowed(0, 0, why)
-        landed = _Landed(order, self._book(order, lenders), len(self._layers) * len(self._heads))
+        shape_BLH = (len(order.names), len(self._layers), len(self._heads))
+        none_BLH = np.zeros(shape_BLH, np.bool_)
+        landed = _Landed(order, self._book(order, lenders), none_BLH, none_BLH.copy())
         who = order.holder.worker or order.holder.instance
         for lender in lenders:
             self._watch.calls(lender, order.key)
@@ -205,7 +215,7 @@ class Borrower:
                     calls.create_task(self._take(pull, landed, failures))
             if failures:
                 raise failures[0]
-            if not all(map(landed.is_whole, stretch)):
+            if not landed.is_whole(stretch):
                 return
 
     def _stretches(self, num_blocks: int) -> Iterator[range]:
@@ -247,6 +257,8 @@ class Borrower:
         try:
             async with aclosing(self._puller.fetch(pull)) as parts:
                 async for run, part in parts:
+                    if not landed.claim(run, [head - self._heads[0] for head in run.heads]):
+                        continue
                     ids = order.block_ids[run.first_block : run.first_block + run.num_blocks]
                     cells = list(cells_of(run))
                     landed.book.fetched(lender.rank, cells)
@@ -272,7 +284,7 @@ class Borrower:
         landed.book.mended(lender.rank, cells, bad)
         landed.book.borrowed(landed.order.key, lender, good)
         for cell in good:
-            landed.cells[cell.block] += 1
+            landed.here_BLH[cell.block, cell.layer, cell.head - self._heads[0]] = True
             landed.num_bytes += self._layers[cell.layer].block_bytes(1)
 
     def _write(self, run: CellRun, block_ids: Sequence[int], part: FetchedCells) -> frozenset[Cell]:

@@ -7,6 +7,7 @@ either case until no thread reads its blocks any more.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from kvcache.head_map import HeadInterval
@@ -23,6 +24,7 @@ from transport.orders import Code, Identity, ShipmentKey, ShipmentOrder, Transfe
 from transport.outgoing import Outgoing, OutgoingPair
 from transport.plan import pair_plans
 from transport.port import Port
+from transport.reaper import each
 from transport.shipment import Shape
 
 SEE_OFF_S = 0.2  # an abort frees both ends within half a second
@@ -205,11 +207,11 @@ class Departures:
 
     def tick(self, now: float) -> None:
         """Remind and renew where nothing has been heard, and give up where that lasts too long."""
-        for departure in list(self.live.values()):
-            if not departure.outgoing.over:
-                self._tick(departure, now)
+        each(self.live.values(), partial(self._tick, now))
 
-    def _tick(self, departure: Departure, now: float) -> None:
+    def _tick(self, now: float, departure: Departure) -> None:
+        if departure.outgoing.over:
+            return
         renew = departure.renew_at <= now
         if renew:
             departure.renew_at = now + self._config.renew_s

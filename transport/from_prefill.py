@@ -97,9 +97,10 @@ class PrefillFrames:
 
     def _move(self, landing: Landing, port: Port) -> None:
         """A prefill rank whose link went after it had sent all goes on over its next one."""
-        rank = port.link.hello.prefill_rank
+        hello, rank = port.link.hello, port.link.hello.prefill_rank
         bound = landing.ports.get(rank)
-        if bound is not None and not bound.open and port.open:
+        same = hello.prefill_instance == landing.order.prefill_instance
+        if same and bound is not None and not bound.open and port.open:
             landing.ports[rank] = port
             landing.incoming.pairs[rank].gone = ""
 
@@ -139,6 +140,14 @@ class PrefillFrames:
 
     def open(self, landing: Landing, port: Port, open_: Open) -> None:
         hello, order = port.link.hello, landing.order
+        if hello.prefill_rank not in landing.incoming.pairs:
+            ranks = ", ".join(map(str, landing.incoming.pairs))
+            reason = f"{name_of(hello)} has no share of it: ranks {ranks} have"
+            failure = TransferFailed(Code.FAILED_PRECONDITION, reason)
+            port.post(abort_frame(order.key, failure))
+            if not landing.incoming.whole:
+                self._arrivals.fail(landing, failure.code, failure.reason)
+            return
         bound = landing.ports.setdefault(hello.prefill_rank, port)
         if bound is not port:
             return

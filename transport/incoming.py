@@ -191,7 +191,8 @@ class Incoming:
     def offer_again(self, rank: int, run: CellRun) -> list[Cell]:
         """The cells of `run` when all of them are wanted now, and claimed; else none."""
         pair = self.pairs[rank]
-        known = 0 < run.num_blocks <= self.shape.num_blocks and set(run.heads) <= set(pair.heads)
+        few = 0 < run.num_blocks <= self.shape.num_blocks and len(run.heads) <= len(pair.heads)
+        known = few and list(run.heads) == sorted(set(run.heads) & set(pair.heads))
         cells = list(cells_of(run)) if known and not self.over else []
         return cells if self.repairs.claim(cells) else []
 
@@ -217,7 +218,7 @@ class Incoming:
         if pair.gone:
             self.fail(Code.UNAVAILABLE, f"{reason}; cannot ask again: {pair.gone}")
             return Remedy.NONE
-        if chunk.seq >= (self._claimed_LBH.size if pair.num_chunks is None else pair.num_chunks):
+        if chunk.seq >= (self._most_chunks(pair) if pair.num_chunks is None else pair.num_chunks):
             return Remedy.NONE  # not even its number is right: it is missed when all is sealed
         times = pair.damages[chunk.seq] = pair.damages.get(chunk.seq, 0) + 1
         if times > self._max_resends:
@@ -238,11 +239,12 @@ class Incoming:
         if self.over or not pair.opened or self.whole:
             return []
         if pair.num_chunks is None:
-            if num_chunks > self._claimed_LBH.size or max(pair.landed, default=-1) >= num_chunks:
+            most = self._most_chunks(pair)
+            if num_chunks > most or max(pair.landed, default=-1) >= num_chunks:
                 self.fail(
                     Code.DATA_LOSS,
                     f"prefill rank {rank} sealed {num_chunks} chunks after {len(pair.landed)} "
-                    f"of at most {self._claimed_LBH.size}",
+                    f"of at most {most}",
                 )
                 return []
             pair.num_chunks = num_chunks
@@ -312,6 +314,11 @@ class Incoming:
         for pair in self.pairs.values():
             assert not pair.landed & pair.busy
             assert not pair.landed & pair.asked_again
+
+    def _most_chunks(self, pair: IncomingPair) -> int:
+        """Each has all the pair's heads of one block in one layer at least."""
+        num_layers, num_blocks, _ = self._claimed_LBH.shape
+        return num_layers * num_blocks * bool(pair.heads)
 
     def _place(self, rank: int, cell: Cell) -> tuple[int, int, int]:
         """Of one cell in the bitmaps."""

@@ -3,12 +3,15 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from transport.orders import ShipmentKey, TransferFailed
+from transport.orders import Code, ShipmentKey, TransferFailed
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    failure: TransferFailed | None
+    """No exception: one that was raised holds on to all that its frames held."""
+
+    code: Code | None  # of a failure
+    reason: str
     num_whole_blocks: int
 
 
@@ -24,13 +27,15 @@ class Memory:
         self, key: ShipmentKey, failure: TransferFailed | None, num_whole_blocks: int = 0
     ) -> None:
         """The first end stands: a late success does not undo a failure."""
-        self._ends.setdefault(key, _End(failure, num_whole_blocks))
+        code, reason = (failure.code, failure.reason) if failure is not None else (None, "")
+        self._ends.setdefault(key, _End(code, reason, num_whole_blocks))
         while len(self._ends) > self._max_remembered:
             self._ends.popitem(last=False)
 
     def failure(self, key: ShipmentKey) -> TransferFailed | None:
         """Why the transfer failed; None when it was committed."""
-        return self._ends[key].failure
+        end = self._ends[key]
+        return TransferFailed(end.code, end.reason) if end.code is not None else None
 
     def num_whole_blocks(self, key: ShipmentKey) -> int:
         """How many blocks from the first on it left whole; none of what is not remembered."""

@@ -22,9 +22,12 @@ from transport.landing import Landed, Lander, Landing
 from transport.orders import Code, Lender
 from transport.pull import Names, Pull, Puller, PullFailed, by_name, by_shipment
 from transport.quarantine import LinkName
+from transport.reaper import each
 from transport.repairs import Ask, Offers, Source
 
 log = structlog.get_logger()
+
+MAX_PULLS = 8  # at once, of one transfer: more would crowd its lender's line, and be refused
 
 
 class Mender:
@@ -46,8 +49,7 @@ class Mender:
 
     def tick(self) -> None:
         """Ask again for what nobody has sent in time."""
-        for landing in list(self._arrivals.live.values()):
-            self.mend(landing)
+        each(self._arrivals.live.values(), self.mend)
 
     def mend(self, landing: Landing) -> None:
         """Ask for every cell that is due; fails the transfer when one cannot be had."""
@@ -142,7 +144,7 @@ class Mender:
             assert lender is not None, f"{ask} without an address"
             for some in self._batches(landing, cells):
                 pull = by_shipment(lender, key, runs_of(some), self._arrivals.identity.rank)
-                self._start(landing, ask.rank, pull, some)
+                self._start(landing, ask, pull, some)
         else:
             self._ask_holder(landing, ask, cells)
 
@@ -167,7 +169,7 @@ class Mender:
             names = Names(order.block_names, shape.parts, own_size)
             for some in self._batches(landing, theirs):
                 pull = by_name(lender, order.key, names, runs_of(some), own_rank)
-                self._start(landing, ask.rank, pull, some)
+                self._start(landing, ask, pull, some)
 
     def _batches(self, landing: Landing, cells: Sequence[Cell]) -> Iterator[list[Cell]]:
         """As many as one call may be asked for, one batch after another."""
@@ -197,14 +199,18 @@ class Mender:
         address, epoch = order.source_addresses[rank], order.key.prefill_epoch
         return Lender(order.prefill_instance, rank, address, worker, epoch)
 
-    def _start(self, landing: Landing, rank: int, pull: Pull, cells: Sequence[Cell]) -> None:
+    def _start(self, landing: Landing, ask: Ask, pull: Pull, cells: Sequence[Cell]) -> None:
+        if len(landing.pulls) >= MAX_PULLS:
+            landing.incoming.repairs.put_off(cells, ask)
+            return
         self._arrivals.watch.calls(pull.lender, landing.order.key)
         if pull.lender.worker:
             landing.lenders.add(LinkName.by_call(pull.lender))
-        task = asyncio.create_task(self._pull(landing, rank, pull, cells))
+        task = asyncio.create_task(self._pull(landing, ask.rank, pull, cells))
         for tasks in (self._tasks, landing.pulls):
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda _: self.mend(landing))
 
     async def _pull(self, landing: Landing, rank: int, pull: Pull, cells: Sequence[Cell]) -> None:
         failure = ""
@@ -225,4 +231,3 @@ class Mender:
                     await asyncio.wait(jobs)  # `gather` would cancel them: no end to who writes
             finally:
                 landing.incoming.repairs.end_call(cells, failure)
-        self.mend(landing)

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
+import structlog
+
 from protos.transfer_pb2 import Frame
 from transport.link import (
     Fill,
@@ -21,6 +23,8 @@ from transport.link import (
     heed,
 )
 from transport.threads import Threads
+
+log = structlog.get_logger()
 
 MAX_POSTED = 4096  # frames the other end has not taken: it does not read
 
@@ -50,9 +54,13 @@ class Port:
 
     def post(self, frame: Frame) -> None:
         """Send `frame` after those posted before; it is lost if the link breaks."""
-        if self.open:
-            self._posted.append(frame)
-            self._stirred.set()
+        if not self.open:
+            return
+        if len(self._posted) >= MAX_POSTED:
+            self.cut(f"{len(self._posted)} frames were not read", self._cuts)
+            return
+        self._posted.append(frame)
+        self._stirred.set()
 
     async def load(
         self, num_bytes: int, fill: Fill, pouring: Callable[[], Pouring], threads: Threads
@@ -103,6 +111,11 @@ class Port:
                 del payload
         except LinkClosed as closed:
             return str(closed)
+        except Exception as error:  # ours: the other end is told, and does not wait for a lease
+            log.exception("frame_not_handled", prefill=self.link.hello.prefill_worker)
+            reason = f"a frame could not be handled: {error!r}"
+            await self.link.close(reason)
+            return reason
         finally:
             self.open = False
             if self._watchdog is not None:
@@ -123,12 +136,12 @@ class Port:
         It is done by a task, which is in `tasks` until then. The next shipment dials again: a link
         that was healed would wait to resend for long.
         """
+        self.open = False
         cutting = asyncio.create_task(self._cut(reason))
         tasks.add(cutting)
         cutting.add_done_callback(tasks.discard)
 
     async def _cut(self, reason: str) -> None:
-        self.open = False
         await asyncio.sleep(0)
         await self.link.close(reason)
 
@@ -136,8 +149,6 @@ class Port:
         try:
             while True:
                 while self._posted:
-                    if len(self._posted) > MAX_POSTED:
-                        await self.link.close(f"{len(self._posted)} frames were not read")
                     await self._write_one()
                 self._stirred.clear()
                 await self._stirred.wait()

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+import structlog
+
 from kvcache.kept_digests import BlockRotten
 from transport.clock import Clock
 from transport.departure import Departure, Pool, gather, point, pouring
@@ -14,6 +16,8 @@ from transport.outgoing import Part
 from transport.peers import Peers
 from transport.port import Port
 from transport.threads import Threads
+
+log = structlog.get_logger()
 
 FoundRotten = Callable[[Sequence[int]], Awaitable[None]]  # blocks of the pool, one of them is
 
@@ -59,8 +63,7 @@ class Pumps:
             return
         departure.outgoing.pairs[rank].heard_at = self._clock.now()
         port.post(departure.open_frame(rank))
-        for _ in range(PUMPS):
-            self._departures.spawn(departure, self._pump(departure, rank, port))
+        self._pump_to(departure, rank, port)
 
     async def _ask(self, departure: Departure, rank: int, lost: str) -> None:
         """Decode answers with its Commit, now or when it commits, or with why it gave up."""
@@ -71,6 +74,11 @@ class Pumps:
             self._departures.fail(departure, Code.UNAVAILABLE, f"{reason}: {failure.reason}")
             return
         port.post(departure.seal_frame(rank, self._own_rank))
+        self._pump_to(departure, rank, port)  # cells may be asked for again yet
+
+    def _pump_to(self, departure: Departure, rank: int, port: Port) -> None:
+        for _ in range(PUMPS):
+            self._departures.spawn(departure, self._pump(departure, rank, port))
 
     async def _dial(self, departure: Departure, rank: int) -> Port:
         """The departure's port to a decode rank from now on. Raises TransferFailed."""
@@ -90,7 +98,7 @@ class Pumps:
     async def _pump(self, departure: Departure, rank: int, port: Port) -> None:
         outgoing, pair = departure.outgoing, departure.outgoing.pairs[rank]
         try:
-            while True:
+            while port.open and departure.ports[rank] is port:
                 part = pair.take()
                 if part is not None:
                     await self._send(departure, rank, port, part)
@@ -104,8 +112,10 @@ class Pumps:
         except LinkClosed:
             pass  # `_lose` is told, too
         except BlockRotten as error:  # decode takes nothing of it
-            # Before anybody hears that this failed and tries again, the engine knows why.
-            await self._found_rotten(error.block_ids)
+            try:  # before anybody hears that this failed and tries again, the engine knows why
+                await self._found_rotten(error.block_ids)
+            except Exception:  # whoever reads the blocks next finds it out
+                log.exception("rotten_blocks_not_told", transfer=str(departure.order.key))
             self._departures.fail(departure, Code.DATA_LOSS, f"{pair.where()}: {error}")
         except OSError as error:  # of this wire: another pair may do better
             self._departures.fail(

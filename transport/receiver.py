@@ -14,8 +14,6 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-import structlog
-
 from kvcache.head_map import HeadInterval
 from kvcache.ledger import Ledger
 from protos.transfer_pb2 import Hello, Welcome
@@ -31,9 +29,8 @@ from transport.mender import Mender
 from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey
 from transport.port import Port
 from transport.pull import GrpcPuller, Puller
+from transport.reaper import reap
 from transport.threads import Threads
-
-log = structlog.get_logger()
 
 
 class Receiver:
@@ -67,7 +64,8 @@ class Receiver:
         self.counts = self._arrivals.counts
 
     async def __aenter__(self) -> Self:
-        self._reaper = asyncio.create_task(self._reap())
+        reaping = reap(self._clock, self._config.tick_s, self._tick, str(self.identity))
+        self._reaper = asyncio.create_task(reaping)
         return self
 
     async def __aexit__(
@@ -179,14 +177,9 @@ class Receiver:
         await asyncio.gather(*self._arrivals.cuts)
         self._copiers.stop()
 
-    async def _reap(self) -> None:
-        while True:
-            await self._clock.sleep(self._config.tick_s)
-            try:
-                await self._arrivals.tick(self._clock.now())
-                self._mender.tick()
-            except Exception:  # else no lease would end any more, and nobody would know
-                log.exception("reaper_failed", rank=str(self.identity))
+    def _tick(self, now: float) -> None:
+        self._arrivals.tick(now)
+        self._mender.tick()
 
     def _newer_life(self, hello: Hello) -> int:
         """The epoch of a later life of the same worker that is connected, or 0."""

@@ -113,6 +113,13 @@ class Repairs:
                 num_good += 1
         return num_good
 
+    def put_off(self, cells: Iterable[Cell], ask: Ask) -> None:
+        """A call was booked for these, and is not made now: they are due as before."""
+        for cell in cells:
+            wanted = self._wanted[cell]
+            wanted.times[ask.source] -= 1
+            wanted.asked_at = -inf
+
     def end_call(self, cells: Iterable[Cell], failure: str = "") -> None:
         """A call for these is over; those it did not bring may be asked for at once."""
         for cell in cells:

@@ -47,6 +47,9 @@ class TransferServicer:
             await _hang_up(context, grpc.StatusCode.FAILED_PRECONDITION, str(refused))
         except LinkClosed as closed:
             await _hang_up(context, grpc.StatusCode.UNAVAILABLE, str(closed))
+        except OSError as error:  # no socket or memory for this end of the wire
+            reason = f"no {control.hello.wire} link can be made here: {error}"
+            await _hang_up(context, grpc.StatusCode.UNAVAILABLE, reason)
         finally:
             control.end.come("the stream has ended")
         if not control.hung_up:

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-import structlog
-
 from kvcache.head_map import HeadInterval
 from kvcache.ledger import Ledger
 from transport import books
@@ -24,6 +22,7 @@ from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.departure import Departure, Pool
 from transport.departures import Departures
+from transport.fences import ended
 from transport.from_decode import DecodeFrames
 from transport.inbox import Finished, Inbox, Note, Sealed
 from transport.link import Connector
@@ -39,9 +38,8 @@ from transport.outgoing import Run, cut
 from transport.peers import Peers
 from transport.port import Port
 from transport.pumps import FoundRotten, Pumps
+from transport.reaper import reap
 from transport.threads import Threads
-
-log = structlog.get_logger()
 
 
 class Shipper:
@@ -88,7 +86,8 @@ class Shipper:
         self.counts = self._departures.counts
 
     async def __aenter__(self) -> Self:
-        self._reaper = asyncio.create_task(self._reap())
+        reaping = reap(self._clock, self._config.tick_s, self._tick, str(self.identity))
+        self._reaper = asyncio.create_task(reaping)
         self._inbox.open()
         return self
 
@@ -118,7 +117,7 @@ class Shipper:
             self._departures.fail(departure, Code.CANCELLED, f"{self.identity} waits no more")
             raise
         finally:
-            await asyncio.shield(departure.drained.wait())
+            await ended([asyncio.ensure_future(departure.drained.wait())])
 
     def lend(self, key: ShipmentKey) -> Departure | None:
         """The shipment, while its blocks may be read: who does is one of its `readers`."""
@@ -210,17 +209,11 @@ class Shipper:
         for stirred in departure.stirred.values():
             stirred.set()
 
-    async def _reap(self) -> None:
-        while True:
-            await self._clock.sleep(self._config.tick_s)
-            now = self._clock.now()
-            try:
-                self._departures.tick(now)
-            except Exception:  # else no lease would end any more, and nobody would know
-                log.exception("reaper_failed", rank=str(self.identity))
-            for request_key, (expires_at, _) in list(self._early.items()):
-                if expires_at <= now:
-                    del self._early[request_key]
+    def _tick(self, now: float) -> None:
+        self._departures.tick(now)
+        for request_key, (expires_at, _) in list(self._early.items()):
+            if expires_at <= now:
+                del self._early[request_key]
 
 
 async def _tell_nobody(block_ids: Sequence[int]) -> None:

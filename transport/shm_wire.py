@@ -200,11 +200,13 @@ class ShmAcceptor:
                 os.close(fd)
             async with asyncio.timeout(self._timeout_s):
                 pool = await self._map(sock, control.hello) if asks else None
-        except (TimeoutError, OSError) as error:
+        except BaseException as error:
             sock.close()
             reason = f"no memory to share: {error}"
             await control.close(reason)
-            raise LinkClosed(reason) from error
+            if isinstance(error, TimeoutError | OSError | ValueError):
+                raise LinkClosed(reason) from error
+            raise
         return DecodeShmLink(control, FrameSocket(sock), ring, pool)
 
     async def _map(self, sock: socket.socket, hello: Hello) -> MappedPool | None:

@@ -172,6 +172,7 @@ async def test_a_prompt_that_no_decode_worker_asks_for_is_freed_by_its_lease() -
             with pytest.raises(Refused, match=f"{decode.identity.worker} rank 0 fell silent"):
                 await leg
             await prefill.settled()
+        assert prefill.sides[0].counts.expired == 1
 
 
 async def test_workers_of_other_weights_refuse_each_other_and_name_both_fingerprints() -> None:

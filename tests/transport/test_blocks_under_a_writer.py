@@ -168,6 +168,8 @@ async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> No
             shipping.cancel()
             await failures(*expected)
             await asyncio.sleep(0.05)
+            shipping.cancel()  # whoever called is cancelled itself
+            await asyncio.sleep(0.05)
             assert not shipping.done()
             assert shipper.open_shipments == 1
             may_read.set()

@@ -1,9 +1,9 @@
 """Blocks fetched by their names: what comes damaged is held against whoever gave it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from transport.borrower import Borrowed, Borrower, BorrowOrder
 from transport.cells_servicer import MAX_RUNS, CellsServicer
 from transport.counts import TransferCounts
 from transport.orders import Holder, Identity, ShipmentKey
-from transport.pull import GrpcPuller
+from transport.pull import GrpcPuller, Part, Pull, Puller
 from transport.quarantine import Standing
 from transport.watch import Watch
 
@@ -137,6 +137,32 @@ async def test_one_damaged_fetch_is_an_accident_and_the_rest_comes() -> None:
         assert those.counts.damaged_chunks == 1
         assert await those.fetch() == Borrowed(len(NAMES), NUM_BYTES)
         assert not those.watch.standing()
+
+
+class Repeating:
+    """Says the cells of layer 0 again where those of layer 1 belong."""
+
+    def __init__(self, inner: Puller) -> None:
+        self._inner = inner
+
+    async def fetch(self, pull: Pull) -> AsyncGenerator[Part, None]:
+        last: Part | None = None
+        async with aclosing(self._inner.fetch(pull)) as parts:
+            async for part in parts:
+                if part[0].layer == 1 and last is not None:
+                    yield last
+                else:
+                    yield part
+                last = part
+
+
+async def test_cells_that_come_twice_do_not_stand_for_those_that_never_came() -> None:
+    async with bench() as those:
+        those.lender.num_bad = 0
+        those.borrower._puller = Repeating(those.borrower._puller)
+        took = await those.fetch()
+        assert took.num_whole == 0
+        assert took.why == "some of it is not at prefill-0 any more"
 
 
 async def test_a_fetch_that_is_cut_off_ends_its_books_after_the_last_thread() -> None:

@@ -1,28 +1,37 @@
 """A link is cut or a worker gone: both ends know at once, say where, and let go."""
 
 import asyncio
+import gc
 import time
+from collections.abc import Sequence
 
 import pytest
 
+from kvcache.kept_digests import BlockRotten
 from protos.transfer_pb2 import Commit, Frame, Hello
 from tests.transport.broken import (
+    IMPATIENT,
     NUM_TOKENS,
     SOURCE,
     TARGET,
     carry_whole,
     failures,
+    flipped,
     with_fault,
 )
 from tests.transport.harness import (
     WAYS,
+    Cluster,
     cluster,
     network,
+    settled_tasks,
     soon,
 )
+from transport.departure import Departure
 from transport.fault_wire import Cut, Item
+from transport.landing import Landing
 from transport.link import Connector, Link
-from transport.orders import TransferFailed
+from transport.orders import ShipmentKey, TransferFailed
 
 
 @pytest.mark.parametrize("wire", WAYS)
@@ -131,6 +140,81 @@ async def test_a_commit_lost_with_its_link_is_asked_for_over_the_next(wire: str)
         (shipper,), (receiver,) = group.prefill.shippers, group.decode.receivers
         assert (shipper.counts.ends_asked, shipper.counts.completed) == (1, 1)
         assert (shipper.open_shipments, receiver.open_transfers) == (0, 0)
+
+
+async def test_cells_that_came_damaged_come_again_over_the_next_link() -> None:
+    kept: list[Keeping] = []
+    severed = False
+
+    async def damage(frame: Frame, payload: memoryview | None) -> list[Item]:
+        whole = payload is None or frame.chunk.layer != 1 or frame.chunk.heads
+        return [(frame, payload if whole or payload is None else flipped(payload, 5))]
+
+    async def lose(frame: Frame, payload: memoryview | None) -> list[Item]:
+        return [] if frame.HasField("cells_again") and not severed else [(frame, payload)]
+
+    def keep(inner: Connector) -> Connector:
+        kept.append(Keeping(with_fault(damage, lose)(inner)))
+        return kept[-1]
+
+    async with network("loopback") as net, cluster(net, wrap=keep, config=IMPATIENT) as group:
+        key = group.key()
+        (shipper,), (receiver,) = group.prefill.shippers, group.decode.receivers
+        expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
+        group.seal_all(key, NUM_TOKENS, SOURCE)
+        await soon(lambda: key in receiver._arrivals.live)
+        pair = receiver._arrivals.live[key].incoming.pairs[0]
+        await soon(lambda: pair.num_damaged > 0 and pair.num_chunks is not None)
+        severed = True
+        await kept[0].links[0].close("the cable is out")
+        async with asyncio.timeout(5):
+            await asyncio.gather(*expected)
+        await group.commit(key)
+        await asyncio.gather(*shipped)
+        group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+        assert shipper.counts.resent_cells > 0 == receiver.counts.pulled_cells
+
+
+async def test_a_shipment_of_rotten_blocks_fails_though_the_engine_cannot_be_told() -> None:
+    def rotten(*where: object, **named: object) -> None:
+        raise BlockRotten([3], 0)
+
+    async def deaf(block_ids: Sequence[int]) -> None:
+        raise RuntimeError("rank 0 does not answer")
+
+    async with network("loopback") as net, cluster(net) as group:
+        (shipper,), (store,) = group.prefill.shippers, group.prefill.stores
+        shipper._pumps._found_rotten = deaf
+        store.gather_cells = rotten  # type: ignore[assignment,method-assign]
+        key = group.key()
+        expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
+        group.seal_all(key, NUM_TOKENS, SOURCE)
+        for failure in await failures(*expected, *shipped):
+            assert failure.code == "DATA_LOSS"
+
+
+async def test_nothing_but_the_reason_is_kept_of_transfers_that_have_failed() -> None:
+    def num_alive(kind: type) -> int:
+        gc.collect()
+        return sum(isinstance(each, kind) for each in gc.get_objects())
+
+    async def fail_one(group: Cluster) -> None:
+        key = group.key()
+        expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
+        await soon(lambda: bool(group.decode.receivers[0]._arrivals.live))
+        await group.prefill.shippers[0].abort(key, "the client left")
+        await group.decode.receivers[0].abort(key, "the client left")
+        await failures(*expected, *shipped)
+
+    async with network("loopback") as net, cluster(net) as group:
+        for _ in range(3):
+            await fail_one(group)
+        await settled_tasks()
+        assert (num_alive(Landing), num_alive(Departure)) == (0, 0)
+        with pytest.raises(TransferFailed, match="CANCELLED: the client left"):
+            await group.prefill.shippers[0].ship(
+                group.ship_orders(ShipmentKey((1).to_bytes(16, "big"), 1, 1, 1), NUM_TOKENS)
+            )
 
 
 async def test_a_link_lost_after_the_last_chunk_to_a_decode_that_gave_up_says_why() -> None:

@@ -129,10 +129,11 @@ def test_the_good_cells_of_a_damaged_chunk_stay_and_the_bad_ones_are_wanted() ->
         CellRun(layer=0, first_block=1, num_blocks=2, heads=[1]),
         CellRun(layer=0, first_block=1, num_blocks=1, heads=[0, 1]),
         CellRun(layer=0, first_block=1, num_blocks=1, heads=[2]),
+        CellRun(layer=0, first_block=1, num_blocks=1, heads=[1, 1]),
         CellRun(layer=0, first_block=0, num_blocks=0, heads=[1]),
         CellRun(layer=7, first_block=2**32 - 1, num_blocks=2**32 - 1, heads=[1]),
     ],
-    ids=["more blocks", "more heads", "another's head", "nothing", "nonsense"],
+    ids=["more blocks", "more heads", "another's head", "a head twice", "nothing", "nonsense"],
 )
 def test_cells_that_nobody_asked_for_are_not_taken_again(run: CellRun) -> None:
     incoming = make_incoming()
@@ -170,7 +171,7 @@ def test_a_seal_that_leaves_cells_out_is_a_loss_of_data_that_names_the_first() -
     )
 
 
-@pytest.mark.parametrize("num_chunks", [1, 1000])
+@pytest.mark.parametrize("num_chunks", [1, 7])  # two layers of three blocks make six at most
 def test_a_seal_that_contradicts_the_chunks_is_a_loss_of_data(num_chunks: int) -> None:
     incoming = make_incoming()
     fill(incoming)

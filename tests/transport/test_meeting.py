@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protos.transfer_pb2 import Frame, Hello, Meet
-from tests.transport.harness import Network, hello, network, soon
+from tests.transport.harness import SPEC, Network, hello, network, num_open_files, soon
 from transport.link import Link, LinkClosed
 from transport.loopback_wire import LoopbackWire
 from transport.meeting import await_caller, call, listen_tcp, listen_unix
+from transport.shm_wire import ShmAcceptor, host_id
 
 LISTENERS = {"tcp": lambda: listen_tcp("127.0.0.1"), "unix": listen_unix}
 
@@ -118,6 +119,22 @@ async def links_of(net: Network) -> tuple[Link, Link, Keeper]:
     near = await net.connector().connect(address, hello())
     await soon(lambda: bool(keeper.links))
     return near, keeper.links[0], keeper
+
+
+async def test_a_caller_that_leaves_before_it_shows_its_pool_leaves_nothing_open(
+    controls: tuple[Link, Link],
+) -> None:
+    near, far = controls
+    far.hello.rendezvous = host_id()
+    far.hello.pool.num_blocks = 1
+    before = num_open_files()
+    accepting = asyncio.create_task(ShmAcceptor(timeout_s=5, spec=SPEC).accept(far))
+    with await call(near, 5) as sock:
+        await asyncio.get_running_loop().sock_recv(sock, 1)  # the ring has come
+    with pytest.raises(LinkClosed, match="no memory to share: 0 descriptors"):
+        await accepting
+    del accepting
+    await soon(lambda: num_open_files() == before)
 
 
 @pytest.mark.parametrize("wire", ["tcp", "shm"])

@@ -5,8 +5,10 @@ import asyncio
 import pytest
 
 from protos.transfer_pb2 import Frame, Hello, Renew, Welcome
+from tests.transport.broken import failures
+from tests.transport.harness import cluster, network
 from transport.link import Ending, LinkClosed, Payload
-from transport.port import Port
+from transport.port import MAX_POSTED, Port
 
 
 class SlowLink:
@@ -45,6 +47,30 @@ async def test_a_link_over_which_nothing_leaves_is_closed() -> None:
     assert not port.open
     with pytest.raises(LinkClosed):
         await link.send(Frame())
+
+
+async def test_a_link_whose_other_end_does_not_read_is_closed_before_much_waits_for_it() -> None:
+    link = SlowLink(60)
+    port = Port(link, send_timeout_s=60)
+    running = asyncio.create_task(port.run(ignore))
+    for _ in range(3 * MAX_POSTED):
+        port.post(Frame(renew=Renew()))
+    async with asyncio.timeout(5):
+        assert await running == "4096 frames were not read"
+    assert len(port._posted) <= MAX_POSTED
+
+
+async def test_a_frame_that_cannot_be_handled_ends_the_link_and_both_ends_know_why() -> None:
+    async def stumble(port: Port, frame: Frame, payload: Payload) -> None:
+        raise KeyError(5)
+
+    async with network("grpc") as net, cluster(net) as group:
+        (shipper,), (receiver,) = group.prefill.shippers, group.decode.receivers
+        receiver._frames.handle = stumble  # type: ignore[method-assign]
+        (failure,) = await failures(*group.ship(group.key(), 18))
+        assert failure.code == "UNAVAILABLE"
+        assert "a frame could not be handled: KeyError(5)" in failure.reason
+        assert shipper.open_shipments == 0
 
 
 async def test_a_slow_link_that_moves_is_kept_however_long_the_line_is() -> None:

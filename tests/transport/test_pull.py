@@ -1,9 +1,9 @@
 """Cells fetched by a call of their own: by whom, by what right, how much, and what is missing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 import grpc.aio
@@ -17,8 +17,9 @@ from tests.transport.harness import QUICK, SPEC, Cluster, cluster, filled_store,
 from transport.cells_servicer import CellsServicer
 from transport.config import TransportConfig
 from transport.fault_wire import FaultConnector, Item
+from transport.mender import MAX_PULLS
 from transport.orders import Holder, Lender, ReceiptOrder, ShipmentKey, TransferFailed
-from transport.pull import GrpcPuller, Names, Pull, PullFailed, by_name, by_shipment
+from transport.pull import GrpcPuller, Names, Part, Pull, PullFailed, by_name, by_shipment
 
 SOURCE, TARGET = [5, 3, 9, 0, 11], [7, 20, 2, 15, 4]
 NUM_TOKENS = 20
@@ -164,6 +165,38 @@ async def test_what_is_more_than_a_call_may_bring_is_asked_for_by_several(cells_
     ):
         await carry(group, {"source_addresses": (address,)})
         group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+        assert group.decode.receivers[0].counts.pulled_cells == 45
+
+
+class Counting(GrpcPuller):
+    """How many calls were under way at once."""
+
+    num_now = num_most = 0
+
+    async def fetch(self, pull: Pull) -> AsyncGenerator[Part, None]:
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        try:
+            async with aclosing(super().fetch(pull)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            self.num_now -= 1
+
+
+async def test_however_much_is_damaged_a_lender_gets_a_few_calls_at_once() -> None:
+    config = replace(QUICK, max_call_bytes=2 * SPEC_CELL_BYTES)  # one cell of 45
+    async with (
+        network("loopback") as net,
+        cluster(
+            net, config=config, wrap=lambda inner: FaultConnector(inner, damaging_before(5))
+        ) as group,
+        serving(group, config=config) as address,
+    ):
+        group.decode.receivers[0]._mender._puller = counting = Counting(5)
+        await carry(group, {"source_addresses": (address,)})
+        group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+        assert counting.num_most == MAX_PULLS
         assert group.decode.receivers[0].counts.pulled_cells == 45
 
 

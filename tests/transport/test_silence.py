@@ -113,6 +113,39 @@ async def test_an_order_that_no_prefill_rank_follows_ends_at_its_deadline() -> N
         assert group.decode.receivers[0].open_transfers == 0
 
 
+async def test_a_transfer_that_cannot_be_looked_at_keeps_no_other_alive() -> None:
+    clock = ManualClock()
+    async with network("loopback") as net, cluster(net, clock=clock) as group:
+        (receiver,) = group.decode.receivers
+        stuck, other = group.key(), group.key()
+        held = group.expect(stuck, NUM_TOKENS, TARGET, timeout_s=60)
+        expected = group.expect(other, NUM_TOKENS, [1, 6, 8, 9, 10], timeout_s=1)
+        await asyncio.sleep(0)
+        landing = receiver._arrivals.live[stuck]
+        del landing.renew_at
+        await run_until(clock, 3, *expected)
+        landing.renew_at = clock.now()
+        (failure,) = await failures(*expected)
+        assert failure.code == "DEADLINE_EXCEEDED"
+        assert not held[0].done()
+        await receiver.abort(stuck, "test over")
+        await failures(*held)
+
+
+async def test_who_waits_for_a_call_that_is_awaited_already_is_told() -> None:
+    async with network("loopback") as net, cluster(net) as group:
+        (receiver,) = group.decode.receivers
+        key = group.key()
+        first = asyncio.create_task(receiver.called(key, 20))
+        await asyncio.sleep(0)
+        with pytest.raises(TransferFailed, match="is awaited already"):
+            await receiver.called(key, 20)
+        shipped = group.ship(key, NUM_TOKENS)
+        await first
+        await receiver.abort(key, "test over")
+        await failures(*shipped)
+
+
 async def test_a_whole_transfer_that_nobody_commits_is_let_go() -> None:
     clock = ManualClock()
     async with network("loopback") as net, cluster(net, clock=clock) as group:
