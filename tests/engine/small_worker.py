@@ -1,5 +1,6 @@
 """A one-process worker around the checksum model, stepped by hand, its books checked each step."""
 
+import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from kvcache.block_pool import BlockPool
 from kvcache.head_map import HeadMap
 from kvcache.kv_store import KvStore
 from model.checksum import ChecksumModel
+from model.checksum_reference import checksum_continuation
 from model.comm import Comm, SingleComm
 from model.config import ChecksumConfig
 from model.model import Model
@@ -28,6 +30,14 @@ torch.set_num_threads(1)
 
 CONFIG = ChecksumConfig()
 NAMESPACE = Namespace(b"small worker".ljust(32))
+
+
+def truth(prompt: list[int], max_tokens: int) -> list[int]:
+    return checksum_continuation(CONFIG, prompt, max_tokens)
+
+
+def words(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(CONFIG.vocab_size) for _ in range(length)]
 
 
 @dataclass(eq=False)
