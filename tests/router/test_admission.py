@@ -6,7 +6,7 @@ from router.admission import Action, LineView, Verdict, admit, options
 from router.policy import choose
 from router.targets import Targets
 from router.ways import Decision, Pins, Prompt, Replica, Replicas
-from tests.router.test_policy import decode, prefill
+from tests.router.replicas import decode, prefill
 
 BAR_MS = 1000.0
 

@@ -22,7 +22,7 @@ from tests.router.fakes import (
     prefill_script,
     without_pins,
 )
-from tests.router.test_fleet import Bench, record
+from tests.router.fleet_bench import Bench, record
 
 
 def test_regret_is_what_the_best_alternative_would_have_saved_as_its_queue_really_drained() -> None:
