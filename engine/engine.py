@@ -17,18 +17,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
 
+from engine.books import Books
 from engine.clock import Clock
 from engine.load import Gauge, Load, share
+from engine.preparing import Preparing
 from engine.rank_group import RankLost
 from engine.recheck import Due, Rechecks, recheck
-from engine.request import EngineStopped, Refused, Request, State, TokenOutput
+from engine.request import EngineStopped, Request, TokenOutput
 from engine.roster import Delivery, Reservation, Roster, Stats
 from engine.runner import Runner, SliceObserver
 from engine.sampler import sample
 from engine.scheduler import Scheduler, SchedulerConfig, Step
 from engine.step_plan import Kind, StepPlan
-from engine.stop_rules import StopRules
-from kvcache.block_hash import BlockHash, Namespace, hash_block, name_blocks
+from kvcache.block_hash import BlockHash, Namespace
 from kvcache.block_pool import BlockEvent, BlockPool, Stored
 from kvcache.kv_store import KvStore
 from model.comm import Comm
@@ -51,22 +52,6 @@ class EngineConfig:
     lost_rank_grace_s: float = 1.0  # how long a failed step waits to learn that a rank is gone
     recheck_share: float = 1 / 64  # of cached blocks, whenever they are to be shared
     quiet_s: float = 0.02  # without work, before blocks without a digest get theirs
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
-    """Where every block is, and how many requests are where."""
-
-    total_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    used_blocks: int
-    reserved_blocks: int  # part of used: waiting for a transfer
-    promised_blocks: int  # part of free and cached: spoken for, and not bound yet
-    waiting_requests: int
-    running_requests: int
-    reserved_requests: int
-    held_requests: int
 
 
 class Engine:
@@ -97,12 +82,12 @@ class Engine:
         assert comm.rank == 0, "only rank 0 has an engine"
         assert store.num_blocks == pool.num_blocks, "pool and store differ in size"
         self._config = config
-        self._spec = store.spec
         self._pool = pool
         self._comm = comm
-        self._namespace = namespace
         self._clock = clock
-        self._tokenizer = tokenizer
+        self._preparing = Preparing(
+            namespace, store.spec.block_size, config.vocab_size, config.max_context, tokenizer
+        )
         self._lost_rank = lost_rank
         self._on_death = on_death
         self._store = store
@@ -111,8 +96,8 @@ class Engine:
         scheduling = SchedulerConfig(
             config.max_tokens_per_step, config.max_running, config.growth_tokens
         )
-        self._scheduler = Scheduler(scheduling, pool, self._spec, self._name_block)
-        self._roster = Roster(self._scheduler, self._make_rules, config.max_waiting)
+        self._scheduler = Scheduler(scheduling, pool, store.spec, self._preparing.name_block)
+        self._roster = Roster(self._scheduler, self._preparing.stop_rules, config.max_waiting)
         self._gauge = Gauge()
         self._changed = threading.Condition()  # its lock is the engine's
         self._news = False  # something changed since the last settling
@@ -129,7 +114,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises Refused, among them QueueFull and TooLarge."""
-        self._prepare(request)
+        self._preparing.prepare(request)
         with self._changed:
             self._check_alive()
             request.queued_at = self._clock.now()
@@ -158,7 +143,7 @@ class Engine:
 
         Raises Refused; and OutOfBlocks when blocks or seats are not to be had now.
         """
-        self._prepare(request)
+        self._preparing.prepare(request)
         with self._changed:
             self._check_alive()
             return self._roster.reserve(request)
@@ -178,7 +163,7 @@ class Engine:
         Raises Refused; the reservation then stands.
         """
         tokens = sorted(map(TokenOutput.from_proto, first_tokens), key=lambda token: token.choice)
-        self._check_vocabulary([token.token_id for token in tokens])
+        self._preparing.check_vocabulary([token.token_id for token in tokens])
         with self._changed:
             self._check_alive()
             self._roster.adopt(reservation, tokens)
@@ -278,19 +263,7 @@ class Engine:
 
     def books(self) -> Books:
         with self._changed:
-            reserved = {b for choice in self._scheduler.reserved for b in choice.block_table}
-            return Books(
-                total_blocks=self._pool.num_blocks,
-                free_blocks=self._pool.num_free,
-                cached_blocks=self._pool.num_cached,
-                used_blocks=self._pool.num_used,
-                reserved_blocks=len(reserved),
-                promised_blocks=self._pool.num_promised,
-                waiting_requests=self._roster.count(State.QUEUED),
-                running_requests=self._roster.count(State.RUNNING),
-                reserved_requests=self._roster.count(State.RESERVED),
-                held_requests=self._roster.count(State.HELD),
-            )
+            return Books.of(self._pool, self._scheduler, self._roster)
 
     def take_stock(self) -> None:
         """Enter into the ledger what the pool itself counts."""
@@ -472,32 +445,6 @@ class Engine:
         self._news = True
         self._changed.notify_all()
 
-    def _prepare(self, request: Request) -> None:
-        """Check and complete a request, on the caller's thread. Raises Refused."""
-        if not request.prompt:
-            raise Refused(f"request {request.request_id} has an empty prompt")
-        self._check_vocabulary(request.prompt)
-        num_tokens = len(request.prompt) + request.params.max_tokens
-        if self._config.max_context is not None and num_tokens > self._config.max_context:
-            raise Refused(
-                f"request {request.request_id} has {len(request.prompt)} prompt tokens and"
-                f" max_tokens {request.params.max_tokens}, the context holds"
-                f" {self._config.max_context}"
-            )
-        if request.params.stop and self._tokenizer is None:
-            raise Refused("stop strings need a tokenizer, and this engine has none")
-        if not request.names:
-            request.names = name_blocks(
-                self._namespace, request.tenant, request.prompt, self._spec.block_size
-            )
-
-    def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
-        size = self._config.vocab_size
-        if size is None or not token_ids:
-            return
-        if not 0 <= min(token_ids) <= max(token_ids) < size:
-            raise Refused(f"a token id is outside the vocabulary of {size}")
-
     @property
     def _is_over(self) -> bool:
         return self._death is not None or self._stopping
@@ -514,11 +461,3 @@ class Engine:
         """About when the queue will have moved on."""
         predicted = self._queued_tokens() * self._gauge.prefill_ms_per_token
         return int(min(10_000, max(100, predicted)))
-
-    def _make_rules(self, request: Request) -> StopRules:
-        return StopRules(request.params, request.eos_token_ids, self._tokenizer)
-
-    def _name_block(
-        self, request: Request, parent: BlockHash | None, token_ids: tuple[int, ...]
-    ) -> BlockHash:
-        return hash_block(self._namespace, request.tenant, parent, token_ids)

@@ -20,7 +20,7 @@ RIGHT = checksum_continuation(CONFIG, PROMPT, 8)
 def damage(worker: SmallWorker, number: int, store: KvStore | None = None) -> int:
     """Flip a bit in the prompt's cached block of that number; returns the block."""
     request, _ = worker.request(PROMPT)
-    worker.engine._prepare(request)
+    worker.engine._preparing.prepare(request)
     block = worker.pool.find(request.names)[number]
     (store or worker.store).layer(1)[block, 0, 0, 3, 0] ^= 1 << 20
     return block
@@ -154,7 +154,7 @@ def test_whoever_waits_for_a_check_hears_of_its_end_even_when_the_engine_stops()
     worker = SmallWorker(recheck_share=1.0)
     worker.ask(PROMPT)
     request, _ = worker.request(PROMPT)
-    worker.engine._prepare(request)
+    worker.engine._preparing.prepare(request)
     waiting = worker.engine.sample_reuse(request.names)
     assert waiting is not None and not waiting.done()
     worker.step()
