@@ -77,7 +77,10 @@ class DecodeRankServicer(rank_pb2_grpc.DecodeRankServicer):
     async def CommitReceipt(
         self, request: rank_pb2.RankCommit, context: Context
     ) -> rank_pb2.RankAck:
-        await self._receiver.commit(ShipmentKey.from_proto(request.key))
+        try:
+            await self._receiver.commit(ShipmentKey.from_proto(request.key))
+        except TransferFailed as failure:  # the transfer's own fault, not this rank's
+            await abort_transfer(context, failure)
         return rank_pb2.RankAck()
 
     async def AbortReceipt(

@@ -23,7 +23,9 @@ from worker.refusal import Context, abort_transfer
 class ShipsPrompts(Protocol):
     """One rank's side of every shipment."""
 
-    async def open(self, order: ShipmentOrder) -> None: ...
+    async def open(self, order: ShipmentOrder) -> None:
+        """Raises TransferFailed when it is refused at once."""
+        ...
 
     async def shipped(self, key: ShipmentKey) -> ShipmentReport:
         """Raises TransferFailed."""
@@ -48,6 +50,9 @@ class LocalRank:
         self._shipments[order.key] = (order.request_key, task)
         self._observer.watch(order.request_key, order.num_tokens)
         await asyncio.sleep(0)  # the task has run up to its first wait: the shipment is known
+        if task.done():  # refused, or given up before it came here
+            self._forget(order.key, order.request_key)
+            task.result()
 
     async def shipped(self, key: ShipmentKey) -> ShipmentReport:
         request_key, task = self._shipments[key]
@@ -57,12 +62,11 @@ class LocalRank:
 
     async def abort(self, key: ShipmentKey, reason: str) -> None:
         known = self._shipments.get(key)
-        if known is None:
-            return
-        request_key, task = known
-        self._forget(key, request_key)
-        await self._shipper.abort(key, reason)
-        await asyncio.gather(task, return_exceptions=True)
+        if known is not None:
+            self._forget(key, known[0])
+        await self._shipper.abort(key, reason)  # one that comes later, too: its order may be late
+        if known is not None:
+            await asyncio.gather(known[1], return_exceptions=True)
 
     async def borrow(self, order: BorrowOrder) -> Borrowed:
         return await self._borrower.borrow(order)
@@ -101,7 +105,10 @@ class PrefillRankServicer(rank_pb2_grpc.PrefillRankServicer):
     async def OpenShipment(
         self, request: rank_pb2.ShipmentOrder, context: Context
     ) -> rank_pb2.RankAck:
-        await self._rank.open(ShipmentOrder.from_proto(request))
+        try:
+            await self._rank.open(ShipmentOrder.from_proto(request))
+        except TransferFailed as failure:
+            await abort_transfer(context, failure)
         return rank_pb2.RankAck()
 
     async def AwaitShipment(
