@@ -1,5 +1,8 @@
 """What rank 0 asks of another rank arrives there as it was meant, and so does the answer."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import cast
 
 import grpc.aio
@@ -9,7 +12,7 @@ from kvcache.head_map import HeadInterval
 from prefill_worker.ranks import LocalRank, PrefillRankServicer, RemoteRank
 from prefill_worker.sealing import SealingObserver
 from protos import rank_pb2_grpc
-from tests.transport.harness import cluster, network
+from tests.transport.harness import cluster, network, served
 from transport.borrower import Borrowed, Borrower, BorrowOrder
 from transport.orders import Holder, ShipmentKey
 
@@ -31,17 +34,17 @@ class Rank(LocalRank):
         return Borrowed(1, 4096, "some of it is not there any more")
 
 
+@asynccontextmanager
+async def remote_of(rank: LocalRank) -> AsyncIterator[RemoteRank]:
+    add = partial(rank_pb2_grpc.add_PrefillRankServicer_to_server, PrefillRankServicer(rank))
+    async with served(add) as address, grpc.aio.insecure_channel(address) as channel:
+        yield RemoteRank(channel)
+
+
 async def test_another_rank_is_told_which_blocks_to_take_and_says_how_many_are_whole() -> None:
     rank = Rank()
-    server = grpc.aio.server()
-    rank_pb2_grpc.add_PrefillRankServicer_to_server(PrefillRankServicer(rank), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            took = await RemoteRank(channel).borrow(ORDER)
-    finally:
-        await server.stop(0)
+    async with remote_of(rank) as remote:
+        took = await remote.borrow(ORDER)
     assert rank.orders == [ORDER]
     assert took == Borrowed(1, 4096, "some of it is not there any more")
 
@@ -52,18 +55,10 @@ async def test_an_order_that_comes_after_its_abort_is_refused_and_leaves_nothing
         order = group.ship_orders(group.key(), 18)
         observer = SealingObserver(shipper, 3, 4, finishes_prompts=True)
         rank = LocalRank(shipper, observer, cast(Borrower, None))
-        server = grpc.aio.server()
-        rank_pb2_grpc.add_PrefillRankServicer_to_server(PrefillRankServicer(rank), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                remote = RemoteRank(channel)
-                await remote.abort(order.key, "the client left")
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await remote.open(order)
-        finally:
-            await server.stop(0)
+        async with remote_of(rank) as remote:
+            await remote.abort(order.key, "the client left")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await remote.open(order)
         assert caught.value.code() is grpc.StatusCode.CANCELLED
         assert caught.value.details() == "the client left"
         assert shipper.open_shipments == 0

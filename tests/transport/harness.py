@@ -122,6 +122,19 @@ async def network(wire: str) -> AsyncIterator[Network]:
         yield made
 
 
+@asynccontextmanager
+async def served(add: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
+    """The address of a server with the services that `add` gives it."""
+    server = grpc.aio.server()
+    add(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
 def hello(**fields: object) -> Hello:
     values = {
         "protocol": PROTOCOL,

@@ -9,7 +9,7 @@ import pytest
 
 from protos.transfer_pb2 import Chunk, Frame, Hello, Open, ShipmentKey
 from protos.transfer_pb2_grpc import TransferStub
-from tests.transport.harness import Cluster, cluster, hello, network
+from tests.transport.harness import Cluster, cluster, hello, network, served
 from transport.grpc_options import channel_options
 from transport.link import Link, LinkClosed
 from transport.servicer import TransferServicer
@@ -72,15 +72,10 @@ async def test_a_wire_that_cannot_be_made_here_is_said_to_be() -> None:
             raise OSError(errno.EMFILE, "Too many open files")
 
     async with network("grpc") as net, cluster(net) as group:
-        server = grpc.aio.server()
-        TransferServicer(group.decode.receivers[0], {"tcp": Full()}).add_to(server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        try:
+        servicer = TransferServicer(group.decode.receivers[0], {"tcp": Full()})
+        async with served(servicer.add_to) as address:
             with pytest.raises(LinkClosed, match=r"no tcp link can be made here: .*open files"):
                 await net.connector_of("tcp").connect(address, hello())
-        finally:
-            await server.stop(0)
 
 
 async def test_frames_that_mean_nothing_do_no_harm(group: Cluster) -> None:
