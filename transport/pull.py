@@ -5,8 +5,10 @@ which only someone who has their tokens and their tenant's key can know.
 """
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Protocol
 
 import grpc
@@ -103,11 +105,11 @@ class GrpcPuller:
         self._open_channel = open_channel or _open_channel
 
     async def fetch(self, pull: Pull) -> AsyncGenerator[Part, None]:
-        channel = self._open_channel(pull.lender.address)
+        asked, channel = Asked(pull), self._open_channel(pull.lender.address)
         try:
             call = CellsStub(channel).Fetch(pull.request, timeout=self._timeout_s)
             async for part in call:
-                run = placed(pull, part.run)
+                run = asked.place(part.run)
                 if run is None:
                     raise PullFailed(f"{pull.lender.address} answers with cells nobody asked for")
                 if not part.missing:
@@ -120,19 +122,31 @@ class GrpcPuller:
             await channel.close(None)
 
 
-def placed(pull: Pull, part: CellRun) -> CellRun | None:
-    """Where in the prompt a part of an answer belongs; None when it was not asked for."""
-    stop = part.first_block + part.num_blocks
-    for asked, run in zip(pull.request.runs, pull.runs, strict=True):
-        inside = (
-            asked.first_block <= part.first_block < stop <= asked.first_block + asked.num_blocks
-        )
-        if inside and (asked.layer, asked.heads) == (part.layer, part.heads):
-            moved = CellRun()
-            moved.CopyFrom(part)
-            moved.first_block += run.first_block - asked.first_block
-            return moved
-    return None
+class Asked:
+    """The runs of one call, for whoever sorts its answers: there may be thousands of either."""
+
+    def __init__(self, pull: Pull) -> None:
+        self._runs: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, int]]] = {}
+        for asked, run in zip(pull.request.runs, pull.runs, strict=True):
+            first, stop = asked.first_block, asked.first_block + asked.num_blocks
+            alike = self._runs.setdefault((asked.layer, tuple(asked.heads)), [])
+            alike.append((first, stop, run.first_block - first))
+        for alike in self._runs.values():
+            alike.sort()
+
+    def place(self, part: CellRun) -> CellRun | None:
+        """Where in the prompt a part of an answer belongs; None when it was not asked for."""
+        alike = self._runs.get((part.layer, tuple(part.heads)), [])
+        at = bisect_right(alike, part.first_block, key=itemgetter(0)) - 1
+        if at < 0 or not part.num_blocks:
+            return None
+        _, stop, moves_by = alike[at]
+        if part.first_block + part.num_blocks > stop:
+            return None
+        moved = CellRun()
+        moved.CopyFrom(part)
+        moved.first_block += moves_by
+        return moved
 
 
 def _open_channel(address: str) -> grpc.aio.Channel:

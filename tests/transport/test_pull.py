@@ -19,7 +19,16 @@ from transport.config import TransportConfig
 from transport.fault_wire import FaultConnector, Item
 from transport.mender import MAX_PULLS
 from transport.orders import Holder, Lender, ReceiptOrder, ShipmentKey, TransferFailed
-from transport.pull import GrpcPuller, Names, Part, Pull, PullFailed, by_name, by_shipment
+from transport.pull import (
+    Asked,
+    GrpcPuller,
+    Names,
+    Part,
+    Pull,
+    PullFailed,
+    by_name,
+    by_shipment,
+)
 
 SOURCE, TARGET = [5, 3, 9, 0, 11], [7, 20, 2, 15, 4]
 NUM_TOKENS = 20
@@ -166,6 +175,25 @@ async def test_what_is_more_than_a_call_may_bring_is_asked_for_by_several(cells_
         await carry(group, {"source_addresses": (address,)})
         group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
         assert group.decode.receivers[0].counts.pulled_cells == 45
+
+
+def test_parts_of_an_answer_are_placed_in_any_order_and_nothing_else_is() -> None:
+    """As many runs as a call may have: each part was once looked for among all of them."""
+    runs = [run_of(3 * block, 2, layer) for block in range(1365) for layer in range(3)]
+    pull = by_name(at("a"), KEY, Names([bytes(32)] * 4096), runs)
+    asked = Asked(pull)
+    for there, here in reversed(list(zip(pull.request.runs, runs, strict=True))):
+        assert asked.place(there) == here
+    there = pull.request.runs[7]
+    last = run_of(there.first_block + 1, 1, there.layer)
+    assert asked.place(last) == run_of(runs[7].first_block + 1, 1, runs[7].layer)
+    strangers = [
+        run_of(there.first_block + 1, 2, there.layer),
+        run_of(there.first_block, 0, there.layer),
+        run_of(there.first_block, 1, layer=3),
+        run_of(there.first_block, 1, there.layer, heads=(0,)),
+    ]
+    assert [asked.place(each) for each in strangers] == [None] * 4
 
 
 class Counting(GrpcPuller):
