@@ -94,6 +94,9 @@ class _Life:
             if self.over.done():
                 await asyncio.to_thread(self.ranks.stop, 0.0)  # the engine may wait for one of them
                 raise WorkerLost(self.over.result())
+            if (error := announcing.exception()) is not None:  # a mistake of ours
+                reason = f"{self.settings.name} cannot announce itself: {error!r}"
+                raise WorkerLost(reason) from error
             raise WorkerLost(f"{self.settings.name} was started again elsewhere")
         except asyncio.CancelledError:
             await self._drain()
