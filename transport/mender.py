@@ -57,12 +57,18 @@ class Mender:
         if incoming.over or not len(incoming.repairs):
             return
         asks: dict[Ask, list[Cell]] = defaultdict(list)
+        offers = {rank: self._offers(landing, rank) for rank in incoming.pairs}
+        most_called = MAX_RUNS * (MAX_PULLS - len(landing.pulls))
         for cell, wanted in incoming.repairs.due(now - self._config.repair_wait_s):
-            ask = wanted.next_ask(cell.block, self._offers(landing, wanted.rank))
+            ask = wanted.next_ask(cell.block, offers[wanted.rank])
             if ask is None:
                 reason = f"{wanted.reason}, after {wanted.num_asks} attempts to fetch it again"
                 self._arrivals.fail(landing, Code.DATA_LOSS, reason)
                 return
+            if ask.source is not Source.LINK:
+                if most_called <= 0:
+                    continue
+                most_called -= 1
             wanted.book(ask, now)
             asks[ask].append(cell)
         for ask, cells in asks.items():
