@@ -194,9 +194,9 @@ async def test_a_shipment_of_rotten_blocks_fails_though_the_engine_cannot_be_tol
 
 
 async def test_nothing_but_the_reason_is_kept_of_transfers_that_have_failed() -> None:
-    def num_alive(kind: type) -> int:
+    def num_alive() -> int:
         gc.collect()
-        return sum(type(each) is kind for each in gc.get_objects())
+        return sum(type(each) in (Landing, Departure) for each in gc.get_objects())
 
     async def fail_one(group: Cluster) -> None:
         key = group.key()
@@ -206,11 +206,12 @@ async def test_nothing_but_the_reason_is_kept_of_transfers_that_have_failed() ->
         await group.decode.receivers[0].abort(key, "the client left")
         await failures(*expected, *shipped)
 
+    before = num_alive()
     async with network("loopback") as net, cluster(net) as group:
         for _ in range(3):
             await fail_one(group)
         await settled_tasks()
-        assert (num_alive(Landing), num_alive(Departure)) == (0, 0)
+        assert num_alive() <= before
         with pytest.raises(TransferFailed, match="CANCELLED: the client left"):
             await group.prefill.shippers[0].ship(
                 group.ship_orders(ShipmentKey((1).to_bytes(16, "big"), 1, 1, 1), NUM_TOKENS)

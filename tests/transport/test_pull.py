@@ -224,7 +224,7 @@ async def test_however_much_is_damaged_a_lender_gets_a_few_calls_at_once() -> No
         group.decode.receivers[0]._mender._puller = counting = Counting(5)
         await carry(group, {"source_addresses": (address,)})
         group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
-        assert counting.num_most == MAX_PULLS
+        assert 1 < counting.num_most <= MAX_PULLS
         assert group.decode.receivers[0].counts.pulled_cells == 45
 
 
