@@ -64,6 +64,33 @@ void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t n
     }
 }
 
+/* Digests alone, of cells that stay where they are: those that lie in one piece are only read, others
+ * pass through `room`, which takes one. Of the last block `tail_slots` slots have meaning, 0: all; the
+ * rest of it counts as zero. */
+void digest_blocks(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
+                   int64_t tail_slots, char *room, digest_fn digest, uint64_t *digests,
+                   int64_t digest_stride) {
+    const int64_t cell_bytes = at->num_slots * at->slot_bytes;
+    const int dense = at->slot_stride == at->slot_bytes;
+    layout some = *at;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        const int tail = tail_slots && b + 1 == num_blocks;
+        uint64_t *found = digests + b * digest_stride;
+        if (tail) some.num_slots = tail_slots;
+        const int64_t kept = some.num_slots * at->slot_bytes;
+        if (tail) memset(room + kept, 0, cell_bytes - kept);
+        for (int64_t head = at->lo; head < at->hi; head++)
+            for (int64_t plane = 0; plane < at->num_planes; plane++) {
+                const char *cell = cell_of(pool, at, blocks[b], head, plane);
+                if (tail || !dense) {
+                    copy_slots(room, at->slot_bytes, cell, at->slot_stride, &some);
+                    cell = room;
+                }
+                *found++ = digest_of(cell, cell_bytes, digest);
+            }
+    }
+}
+
 /* Of the last block only so many slots have meaning: the rest of each cell becomes zero. */
 static void clear_tail(const layout *at, char *cells, int64_t tail_slots, digest_fn digest,
                        uint64_t *digests) {

@@ -208,6 +208,29 @@ class HostCells(NamedTuple):
             ctypes.c_void_p(bad.ctypes.data),
         )
 
+    def digest_blocks(
+        self,
+        pool: int,
+        layout: Layout,
+        block_ids: NDArray[np.int64],
+        tail_slots: int,
+        digests: NDArray[np.uint64],
+    ) -> None:
+        """Into `digests` [blocks, cells of a block], of cells that are only read. `tail_slots` as
+        in `pour`.
+        """
+        room = np.empty(layout.num_slots * layout.slot_bytes, dtype=np.uint8)
+        self.library.digest_blocks(
+            ctypes.c_void_p(pool),
+            ctypes.byref(layout),
+            ctypes.c_void_p(block_ids.ctypes.data),
+            ctypes.c_int64(len(block_ids)),
+            ctypes.c_int64(tail_slots),
+            ctypes.c_void_p(room.ctypes.data),
+            self.digest,
+            *_rows(digests),
+        )
+
     def digests(self, cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
         """xxh3-64 of each row of a contiguous [num_cells, cell_bytes]."""
         num_cells, cell_bytes = cells.shape
@@ -253,6 +276,7 @@ def load() -> HostCells | None:
         signatures={
             "gather_cells": (None, cells),
             "scatter_cells": (None, [*cells, address]),
+            "digest_blocks": (None, [*cells[:4], count, address, address, address, count]),
             "digest_cells": (None, [address, address, count, count, address]),
             "pour_cells": (count, pour),
             "catch_cells": (count, [*catch, address, address, address]),

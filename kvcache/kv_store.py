@@ -204,6 +204,10 @@ class KvStore:
         """As `PoolCells`, by whole blocks."""
         return self._cells.digest_cells(layer, block_ids, heads, tail_tokens)
 
+    def note_cells(self, layer: int, block_ids: Sequence[int]) -> None:
+        """As `PoolCells`, by whole blocks."""
+        self._cells.note_cells(layer, block_ids)
+
     def take_cells(
         self,
         layer: int,

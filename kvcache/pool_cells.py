@@ -215,34 +215,61 @@ class PoolCells:
         """The digests that `gather_cells` would make, [num_cells], for who reads the cells itself
         and holds them against these. What is kept of whole blocks is not made anew.
         """
-        pool_NPHSD, ids_B = self._layers[layer], self._checked(block_ids)
-        num_whole = len(ids_B) - (tail_tokens is not None)
-        num_cells, block_bytes = self._block(layer, heads)
-        digests = np.empty(len(ids_B) * num_cells, dtype=np.uint64)
+        ids_B = self._checked(block_ids)
         if self._shared is not None:
-            self._settle(self._shared, pool_NPHSD, ids_B // self._parts)
-        if num_whole < len(ids_B):
-            last = digests[num_whole * num_cells :]
-            self.gather_cells(layer, block_ids[-1:], heads, tail_tokens, digests=last)
-        whole, ids_B = digests[: num_whole * num_cells], ids_B[:num_whole]
+            self._settle(self._shared, self._layers[layer], ids_B // self._parts)
+        return self._digests(layer, ids_B, heads, tail_tokens)
+
+    def note_cells(self, layer: int, block_ids: Sequence[int]) -> None:
+        """These blocks have just been written, whole, and lie in a cache still: what they hold is
+        kept from now on, and costs nobody another look. Nothing where that is a device's work.
+        """
+        if self._host is not None and self._kept is not None and self._parts == 1:
+            ids_B, heads = self._checked(block_ids), list(self._kv_heads)
+            digests_BN = np.empty((len(ids_B), self._block(layer, heads)[0]), dtype=np.uint64)
+            self._digest(layer, ids_B, heads, None, digests_BN)
+
+    def _digests(
+        self,
+        layer: int,
+        ids_B: NDArray[np.int64],
+        heads: Sequence[int],
+        tail_tokens: int | None,
+    ) -> NDArray[np.uint64]:
+        """Of whole blocks those that are kept, or else made and kept; of a tail made each time."""
+        num_cells, _ = self._block(layer, heads)
+        digests_BN = np.empty((len(ids_B), num_cells), dtype=np.uint64)
+        whole_B = ids_B if tail_tokens is None else ids_B[:-1]
         known = None
         if self._kept is not None and self._parts == 1:
-            known = self._kept.known(layer, ids_B, self._locals(heads))
-        if known is not None:
-            whole[:] = known.reshape(-1)
-        elif self._host is None:
-            self.gather_cells(layer, block_ids[:num_whole], heads, digests=whole)
+            known = self._kept.known(layer, whole_B, self._locals(heads))
+        if known is None:
+            self._digest(layer, ids_B, heads, tail_tokens, digests_BN)
         else:
-            compare = self._comparison(layer, ids_B, heads, None, whole)
-            num_planes = pool_NPHSD.shape[1]
-            room_HPC = np.empty(block_bytes, np.uint8).reshape(1, len(heads), num_planes, -1)
-            whole_BN, address = whole.reshape(num_whole, num_cells), pool_NPHSD.data_ptr()
-            runs = self._local_runs(heads)
-            for layout, room, first in self._host_runs(pool_NPHSD, runs, room_HPC):
-                # One block after another into the same room: nobody wants the cells.
-                self._host.gather(address, layout, ids_B, room, 0, whole_BN[:, first:])
-            compare()
-        return digests
+            digests_BN[: len(whole_B)] = known.reshape(len(whole_B), num_cells)
+            if tail_tokens is not None:
+                self._digest(layer, ids_B[-1:], heads, tail_tokens, digests_BN[-1:])
+        return digests_BN.reshape(-1)
+
+    def _digest(
+        self,
+        layer: int,
+        ids_B: NDArray[np.int64],
+        heads: Sequence[int],
+        tail_tokens: int | None,
+        digests_BN: NDArray[np.uint64],
+    ) -> None:
+        """Made, compared and kept."""
+        digests, pool_NPHSD = digests_BN.reshape(-1), self._layers[layer]
+        if self._host is None:
+            self.gather_cells(layer, ids_B.tolist(), heads, tail_tokens, digests=digests)
+            return
+        compare = self._comparison(layer, ids_B, heads, tail_tokens, digests)
+        runs, address = self._local_runs(heads), pool_NPHSD.data_ptr()
+        for layout, _, first in self._host_runs(pool_NPHSD, runs, _NO_CELLS):
+            own_BN, tail = digests_BN[:, first:], tail_tokens or 0
+            self._host.digest_blocks(address, layout, ids_B, tail, own_BN)
+        compare()
 
     def _settle(self, shared: SharedMemory, pool_NPHSD: Tensor, ids_B: NDArray[np.int64]) -> None:
         """Whoever is about to read these blocks shall find them in huge pages."""

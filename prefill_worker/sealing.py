@@ -6,10 +6,12 @@
                          end the partial tail too, while the next layers still compute
     end(plan)            a prompt's last slice: ranks that do not sample have nothing more to say
 
-Called on the engine's thread, so nothing here waits or copies.
+Called on the engine's thread, so nothing here waits or copies. Only digests of full blocks are made
+here, of cells that the layer has just written: they lie in a cache still, and whoever ships them
+later, beside the next layers, need not read them for that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.step_plan import SlicePlan, StepPlan
@@ -31,13 +33,17 @@ class Seals(Protocol):
     def finish(self, request_key: int, first_tokens: Sequence[FirstToken] = ()) -> None: ...
 
 
+Note = Callable[[int, Sequence[int]], None]  # full blocks of a layer: `KvStore.note_cells`
+
+
 class SealingObserver:
     """An `engine` slice observer. `watch` and `forget` may be called from any thread."""
 
     def __init__(
-        self, seals: Seals, num_layers: int, block_size: int, *, finishes_prompts: bool
+        self, seals: Seals, note: Note, num_layers: int, block_size: int, *, finishes_prompts: bool
     ) -> None:
         self._seals = seals
+        self._note = note
         self._num_layers = num_layers
         self._block_size = block_size
         self._finishes_prompts = finishes_prompts  # rank 0 finishes with the tokens it sampled
@@ -86,4 +92,7 @@ class SealingObserver:
             stop += 1
         if stop > first:
             blocks = part.block_table[first:stop]
+            full = blocks[:-1] if tail else blocks
+            if full:
+                self._note(layer, full)
             self._seals.seal(part.request_key, layer, first, blocks, tail or None)

@@ -50,6 +50,7 @@ class PrefillSide:
         )
         self.observer = SealingObserver(
             self._shipper,
+            parts.store.note_cells,
             parts.spec.num_layers,
             parts.spec.block_size,
             finishes_prompts=context.identity.rank > 0,

@@ -62,3 +62,64 @@ def test_a_layer_is_sent_as_the_step_leaves_it_and_arrivals_come_after_the_step(
     device.finish()
     assert sender.sent == [1.0, 2.0, 3.0]
     assert (store.layer(0)[5] == 0.0).all() and (store.layer(0)[0] == 1.0).all()
+
+
+class Writes:
+    """A model that leaves the number of its steps in every slot it is to write."""
+
+    spec = SPEC
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+
+    def forward(self, batch: Batch, store: KvStore, on_layer: OnLayer) -> Tensor | None:
+        self._num_steps += 1
+        for layer in range(NUM_LAYERS):
+            for slot in batch.slots_T.tolist():
+                store.layer(layer)[slot // 8, :, :, slot % 8] = self._num_steps + layer
+            on_layer(layer)
+        return torch.empty(0, 1)
+
+
+class Notes:
+    """Has the store digest these blocks when a layer is done."""
+
+    def __init__(self, store: KvStore) -> None:
+        self._store = store
+        self.blocks: list[int] = []
+
+    def begin(self, plan: StepPlan) -> None:
+        pass
+
+    def layer_done(self, layer: int, plan: StepPlan) -> None:
+        if self.blocks:
+            self._store.note_cells(layer, self.blocks)
+
+    def end(self, plan: StepPlan) -> None:
+        pass
+
+
+def test_a_block_is_known_from_the_layer_that_fills_it_until_a_step_writes_it_again() -> None:
+    store = KvStore(SPEC, HeadInterval(0, 1), 6)
+    notes = Notes(store)
+    runner = Runner(Writes(), store, notes)
+
+    def step(start: int, count: int) -> None:
+        part = SlicePlan(1, start, (3,) * count, block_table=(4, 2), wants_logits=False)
+        runner.run(StepPlan(1, slices=(part,)))
+
+    step(0, 5)
+    assert store.kept.unknown([4, 2]) == [4, 2]
+    notes.blocks = [4]
+    step(5, 6)
+    assert store.kept.unknown([4, 2]) == [2]
+    assert store.recheck([4]) == []
+    notes.blocks = []
+    step(11, 2)
+    assert store.kept.unknown([4, 2]) == [2], "a step that fills another block leaves this one"
+    with_rot = store.layer(1)[4, 0, 0, 3]
+    with_rot.neg_()
+    assert store.recheck([4]) == [4]
+    step(0, 1)
+    assert store.kept.unknown([4]) == [4]
+    assert store.recheck([4]) == [], "what a step has written is not held against it"

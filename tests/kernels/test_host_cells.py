@@ -52,6 +52,8 @@ def test_gather_and_scatter_equal_the_references(
         digests = np.zeros(len(cells), dtype=np.uint64)
         store.gather_cells(1, blocks, heads, tail, digests=digests)
         assert digests.tolist() == cell_digests_reference(cells).tolist()
+        store.kept.forget_all()
+        assert store.digest_cells(1, blocks, heads, tail).tolist() == digests.tolist()
     changed = np.bitwise_xor(cells, np.uint8(1))
     for store in (compiled, plain):
         assert not len(store.scatter_cells(0, blocks, heads, changed))

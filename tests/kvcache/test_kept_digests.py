@@ -66,6 +66,22 @@ def test_the_first_check_of_a_block_computed_here_makes_its_digests() -> None:
     assert made.recheck([2, 3]) == [3]
 
 
+def test_what_is_noted_as_it_is_written_is_known_from_then_on_and_held_to_it() -> None:
+    made, want = store(), np.empty(len(BLOCKS) * 6, np.uint64)
+    made.gather_cells(1, BLOCKS, HEADS, digests=want)
+    made.kept.forget(BLOCKS)
+    made.note_cells(1, BLOCKS)
+    known = made.kept.known(1, BLOCKS, HEADS)
+    assert known is not None and known.reshape(-1).tolist() == want.tolist()
+    assert made.kept.unknown(range(6)) == [0, 1, 2, 3, 4, 5], "of another layer nothing is known"
+    flip(made, 1)
+    assert made.recheck(BLOCKS) == [1]
+    made.kept.forget([1])
+    assert made.kept.known(1, [1], HEADS) is None
+    made.note_cells(1, [1])
+    assert made.recheck(BLOCKS) == []
+
+
 def test_whoever_writes_a_block_and_says_so_is_not_accused() -> None:
     made = store()
     made.recheck(range(6))
