@@ -218,58 +218,56 @@ class PoolCells:
         ids_B = self._checked(block_ids)
         if self._shared is not None:
             self._settle(self._shared, self._layers[layer], ids_B // self._parts)
-        return self._digests(layer, ids_B, heads, tail_tokens)
+        whole_B, known = ids_B if tail_tokens is None else ids_B[:-1], None
+        if self._kept is not None and self._parts == 1:
+            known = self._kept.known(layer, whole_B, self._locals(heads))
+        if known is None:
+            return self._fresh_digests(layer, ids_B, heads, tail_tokens)
+        if tail_tokens is None:
+            return known.reshape(-1)
+        tail = self._fresh_digests(layer, ids_B[-1:], heads, tail_tokens)
+        return np.concatenate((known.reshape(-1), tail))
 
     def note_cells(self, layer: int, block_ids: Sequence[int]) -> None:
         """These blocks have just been written, whole, and lie in a cache still: what they hold is
         kept from now on, and costs nobody another look. Nothing where that is a device's work.
         """
-        if self._host is not None and self._kept is not None and self._parts == 1:
-            ids_B, heads = self._checked(block_ids), list(self._kv_heads)
-            digests_BN = np.empty((len(ids_B), self._block(layer, heads)[0]), dtype=np.uint64)
-            self._digest(layer, ids_B, heads, None, digests_BN)
+        if self._host is None or self._kept is None or self._parts > 1:
+            return
+        ids_B, heads = self._checked(block_ids), list(self._kv_heads)
+        digests_BHP = np.empty((len(ids_B), len(heads), self._layers[layer].shape[1]), np.uint64)
+        self._digest(self._host, layer, ids_B, heads, None, digests_BHP)
+        good_BH = np.ones(digests_BHP.shape[:2], np.bool_)
+        self._kept.keep(layer, ids_B, self._locals(heads), digests_BHP, good_BH)
 
-    def _digests(
-        self,
-        layer: int,
-        ids_B: NDArray[np.int64],
-        heads: Sequence[int],
-        tail_tokens: int | None,
+    def _fresh_digests(
+        self, layer: int, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None
     ) -> NDArray[np.uint64]:
-        """Of whole blocks those that are kept, or else made and kept; of a tail made each time."""
-        num_cells, _ = self._block(layer, heads)
-        digests_BN = np.empty((len(ids_B), num_cells), dtype=np.uint64)
-        whole_B = ids_B if tail_tokens is None else ids_B[:-1]
-        known = None
-        if self._kept is not None and self._parts == 1:
-            known = self._kept.known(layer, whole_B, self._locals(heads))
-        if known is None:
-            self._digest(layer, ids_B, heads, tail_tokens, digests_BN)
-        else:
-            digests_BN[: len(whole_B)] = known.reshape(len(whole_B), num_cells)
-            if tail_tokens is not None:
-                self._digest(layer, ids_B[-1:], heads, tail_tokens, digests_BN[-1:])
-        return digests_BN.reshape(-1)
+        """Made now, whatever is kept, and compared with that or kept; of a tail they are not."""
+        digests = np.empty(len(ids_B) * self._block(layer, heads)[0], dtype=np.uint64)
+        if self._host is None:
+            self.gather_cells(layer, ids_B.tolist(), heads, tail_tokens, digests=digests)
+            return digests
+        compare = self._comparison(layer, ids_B, heads, tail_tokens, digests)
+        self._digest(self._host, layer, ids_B, heads, tail_tokens, digests)
+        compare()
+        return digests
 
     def _digest(
         self,
+        host: host_cells.HostCells,
         layer: int,
         ids_B: NDArray[np.int64],
         heads: Sequence[int],
         tail_tokens: int | None,
-        digests_BN: NDArray[np.uint64],
+        digests: NDArray[np.uint64],
     ) -> None:
-        """Made, compared and kept."""
-        digests, pool_NPHSD = digests_BN.reshape(-1), self._layers[layer]
-        if self._host is None:
-            self.gather_cells(layer, ids_B.tolist(), heads, tail_tokens, digests=digests)
-            return
-        compare = self._comparison(layer, ids_B, heads, tail_tokens, digests)
-        runs, address = self._local_runs(heads), pool_NPHSD.data_ptr()
-        for layout, _, first in self._host_runs(pool_NPHSD, runs, _NO_CELLS):
-            own_BN, tail = digests_BN[:, first:], tail_tokens or 0
-            self._host.digest_blocks(address, layout, ids_B, tail, own_BN)
-        compare()
+        """Into `digests`, of cells as they lie there now."""
+        pool_NPHSD = self._layers[layer]
+        digests_BN, tail = digests.reshape(len(ids_B), -1), tail_tokens or 0
+        for layout, _, first in self._host_runs(pool_NPHSD, self._local_runs(heads), _NO_CELLS):
+            pool, own_BN = pool_NPHSD.data_ptr(), digests_BN[:, first:]
+            host.digest_blocks(pool, layout, ids_B, tail, own_BN)
 
     def _settle(self, shared: SharedMemory, pool_NPHSD: Tensor, ids_B: NDArray[np.int64]) -> None:
         """Whoever is about to read these blocks shall find them in huge pages."""
