@@ -26,6 +26,9 @@ class Case:
     window_bytes: int = WINDOW_BYTES
     show_pool: bool = True  # on shm: decode reads prefill's pool; else all goes through a ring
     known: bool = False  # prefill has the digests from before, and need not make them
+    # Prefill writes its blocks before each transfer, as steps do, layer by layer, and digests them
+    # as it seals them: the time of that is counted as the transfer's.
+    sealed: bool = False
     host: str = "127.0.0.1"  # decode's, as prefill reaches it; another one for grpc and tcp only
 
     @property
@@ -59,6 +62,8 @@ class Case:
         digests = "" if self.digests else ", no digests"
         if self.known:
             digests += ", digests known"
+        if self.sealed:
+            digests += ", digested as sealed"
         if not self.show_pool:
             digests += ", by the ring"
         return (

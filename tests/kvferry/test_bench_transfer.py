@@ -30,6 +30,7 @@ def test_shm_is_measured_with_digests_from_before_and_without_a_pool_to_read_too
     wanted = Wanted(("shm",), (16,), (1,), ((1, 1),), (True,))
     assert [str(case) for case in cases(wanted)] == [
         "shm: 1 x 8 MiB, TP 1 to 1",
+        "shm: 1 x 8 MiB, TP 1 to 1, digested as sealed",
         "shm: 1 x 8 MiB, TP 1 to 1, digests known",
         "shm: 1 x 8 MiB, TP 1 to 1, by the ring",
     ]
@@ -79,15 +80,16 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "transfer", *wires, *flags])
     assert done.exit_code == 0, done.output
     as_it_goes = done.output.partition("┏")[0]
-    # Eight cases, six with their CPU, and six with a second limit, over shm and tcp.
-    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 20
+    # Nine cases, six with their CPU, and seven with a second limit, over shm and tcp.
+    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 22
     rows = json.loads(out.read_text())["rows"]
     cold = [each for each in rows if each["what"].endswith(": beside the limit, cold to cold")]
     measured = [each["what"] for each in rows if each["unit"] == "GB/s" and each not in cold]
-    usual, ways_of_shm = ("", ", no digests"), (", digests known", ", by the ring")
+    usual = ("", ", no digests")
+    ways_of_shm = (", digested as sealed", ", digests known", ", by the ring")
     ways = {"shm": (*usual, *ways_of_shm), "tcp": usual, "grpc": usual}
     assert measured == [f"{wire}: 2 x 1 MiB, TP 1 to 2{how}" for wire in ways for how in ways[wire]]
-    assert [each["what"].partition(": beside")[0] for each in cold] == measured[:6]
+    assert [each["what"].partition(": beside")[0] for each in cold] == measured[:7]
     keys = [
         "what",
         "ours",
