@@ -204,6 +204,16 @@ class KvStore:
         """As `PoolCells`, by whole blocks."""
         return self._cells.digest_cells(layer, block_ids, heads, tail_tokens)
 
+    def known_digests(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None = None,
+    ) -> NDArray[np.uint64] | None:
+        """As `PoolCells`, by whole blocks."""
+        return self._cells.known_digests(layer, block_ids, heads, tail_tokens)
+
     def note_cells(self, layer: int, block_ids: Sequence[int]) -> None:
         """As `PoolCells`, by whole blocks."""
         self._cells.note_cells(layer, block_ids)

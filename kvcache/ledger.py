@@ -8,7 +8,7 @@ older ones, which are dropped beyond `PageConfig.num_kept`.
 import errno
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -106,6 +106,31 @@ class Ledger:
                 seq,
             )
             page.used += ROW_BYTES
+
+    def post_bindings(
+        self, reason: Reason, key: TransferKey, first: int, bound: Sequence[tuple[int, int]]
+    ) -> None:
+        """One row for each run (first block of the pool, count), as `post` would write them one by
+        one: a prompt that lies scattered has as many as blocks.
+        """
+        rows = np.zeros(len(bound), ROW)
+        rows["transfer_hi"], rows["transfer_lo"] = key.hi, key.lo
+        rows["prefill_epoch"], rows["decode_epoch"] = key.prefill_epoch, key.decode_epoch
+        rows["attempt"], rows["first"], rows["layer"] = key.attempt, first, -1
+        rows["book"], rows["reason"] = Book.BINDINGS, reason
+        rows["source"] = rows["target"] = Account.OUTSIDE
+        rows["detail"], rows["count"] = np.array(bound, np.int64).reshape(-1, 2).T
+        with self._lock:
+            rows["seq"] = np.arange(self._seq + 1, self._seq + 1 + len(rows))
+            while len(rows):
+                page = self._page
+                if page.used == page.size:
+                    page = self._turn()
+                now = rows[: (page.size - page.used) // ROW_BYTES]
+                page.memory[page.used : page.used + now.nbytes] = now.tobytes()
+                page.used += now.nbytes
+                self._seq += len(now)
+                rows = rows[len(now) :]
 
     def post_blocks(
         self, source: Account, target: Account, reason: Reason, block_ids: Iterable[int]

@@ -46,11 +46,13 @@ class PoolCells:
         kept: KeptDigests | None = None,
         on_device: DeviceCells | None = None,
         shared: SharedMemory | None = None,
+        settled_NL: NDArray[np.bool_] | None = None,
     ) -> None:
         """With `parts`, part p of block b counts as block b * parts + p, of S / parts slots.
 
         `kept` are the digests of whole blocks: those of parts are not kept. `on_device` does the
-        work where the layers are a device's. `shared` is the memory they lie in, if others read it.
+        work where the layers are a device's. `shared` is the memory they lie in, if others read it;
+        what is known to lie in huge pages there is noted in `settled_NL`.
         """
         self.spec = replace(spec, block_size=spec.block_size // parts)
         self._whole = spec
@@ -61,6 +63,9 @@ class PoolCells:
         self._kept = kept
         self._on_device = on_device
         self._shared = shared
+        if settled_NL is None:
+            settled_NL = np.zeros((num_blocks, len(layers)), np.bool_)
+        self._settled_NL = settled_NL  # by whole blocks
         self._host = host_cells.load() if on_device is None else None
 
     def cut(self, block_size: int) -> "PoolCells":
@@ -70,9 +75,16 @@ class PoolCells:
             raise ValueError(f"blocks of {self.spec.block_size} tokens have none of {block_size}")
         whole, num_blocks = self._whole, self._num_blocks // self._parts
         parts *= self._parts
-        kept, on_device, shared = self._kept, self._on_device, self._shared
         return PoolCells(
-            whole, self._kv_heads, self._layers, num_blocks, parts, kept, on_device, shared
+            whole,
+            self._kv_heads,
+            self._layers,
+            num_blocks,
+            parts,
+            self._kept,
+            self._on_device,
+            self._shared,
+            self._settled_NL,
         )
 
     @property
@@ -217,14 +229,29 @@ class PoolCells:
         """
         ids_B = self._checked(block_ids)
         if self._shared is not None:
-            self._settle(self._shared, self._layers[layer], ids_B // self._parts)
-        whole_B, known = ids_B if tail_tokens is None else ids_B[:-1], None
-        if self._kept is not None and self._parts == 1:
-            known = self._kept.known(layer, whole_B, self._locals(heads))
-        if known is None:
-            return self._fresh_digests(layer, ids_B, heads, tail_tokens)
-        if tail_tokens is None:
-            return known.reshape(-1)
+            self._settle(self._shared, layer, ids_B // self._parts)
+        known = self.known_digests(layer, block_ids, heads, tail_tokens)
+        return known if known is not None else self._fresh_digests(layer, ids_B, heads, tail_tokens)
+
+    def known_digests(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None = None,
+    ) -> NDArray[np.uint64] | None:
+        """As `digest_cells`, if that takes but a moment: no whole block is read, and none is yet
+        to be made ready for who reads it. Else None.
+        """
+        if self._kept is None or self._parts > 1:
+            return None
+        ids_B = self._checked(block_ids)
+        whole_B = ids_B if tail_tokens is None else ids_B[:-1]
+        if self._shared is not None and not self._settled_NL[ids_B, layer].all():
+            return None
+        known = self._kept.known(layer, whole_B, self._locals(heads))
+        if known is None or tail_tokens is None:
+            return None if known is None else known.reshape(-1)
         tail = self._fresh_digests(layer, ids_B[-1:], heads, tail_tokens)
         return np.concatenate((known.reshape(-1), tail))
 
@@ -269,12 +296,16 @@ class PoolCells:
             pool, own_BN = pool_NPHSD.data_ptr(), digests_BN[:, first:]
             host.digest_blocks(pool, layout, ids_B, tail, own_BN)
 
-    def _settle(self, shared: SharedMemory, pool_NPHSD: Tensor, ids_B: NDArray[np.int64]) -> None:
+    def _settle(self, shared: SharedMemory, layer: int, ids_B: NDArray[np.int64]) -> None:
         """Whoever is about to read these blocks shall find them in huge pages."""
+        if self._settled_NL[ids_B, layer].all():
+            return
+        pool_NPHSD = self._layers[layer]
         block, plane, *_ = (stride * pool_NPHSD.itemsize for stride in pool_NPHSD.stride())
         begin = pool_NPHSD.data_ptr() - shared.array.ctypes.data
         planes_P = begin + plane * np.arange(pool_NPHSD.shape[1])
         shared.settle((planes_P[:, None] + block * ids_B).reshape(-1))
+        self._settled_NL[ids_B, layer] = True
 
     def take_cells(
         self,

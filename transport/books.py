@@ -62,17 +62,8 @@ class _TransferBook:
                 )
 
     def _bind(self, reason: Reason, first_block: int, block_ids: Sequence[int]) -> None:
-        for block_id, count in runs(block_ids):
-            self._ledger.post(
-                Book.BINDINGS,
-                Account.OUTSIDE,
-                Account.OUTSIDE,
-                reason,
-                key=self._key,
-                first=first_block,
-                count=count,
-                detail=block_id,
-            )
+        if block_ids:
+            self._ledger.post_bindings(reason, self._key, first_block, list(runs(block_ids)))
 
     def _cells(
         self,

@@ -60,6 +60,14 @@ class Pool(CellSource, Protocol):
         tail_tokens: int | None = None,
     ) -> NDArray[np.uint64]: ...
 
+    def known_digests(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None = None,
+    ) -> NDArray[np.uint64] | None: ...
+
     def pour_cells(
         self,
         layer: int,
@@ -169,9 +177,20 @@ def point(
     rank: int,
     heads: Sequence[int],
     part: Part,
+    digests: NDArray[np.uint64] | None = None,
 ) -> Frame | None:
     """As `gather`, but no payload is built: the frame says where decode finds the cells."""
-    return _read(departure, rank, part, partial(_point, source, departure, heads, part))
+    return _read(departure, rank, part, partial(_point, source, departure, heads, part, digests))
+
+
+def known_digests(
+    source: Pool, departure: Departure, heads: Sequence[int], part: Part
+) -> NDArray[np.uint64] | None:
+    """Those of a chunk, if they are at hand: `point` then reads nothing, and takes but a moment."""
+    run = part.run
+    if departure.shape.parts > 1:
+        return None
+    return source.known_digests(run.layer, run.block_ids, heads, run.tail_tokens)
 
 
 def _read(
@@ -226,10 +245,16 @@ def _pour(
 
 
 def _point(
-    source: Pool, departure: Departure, heads: Sequence[int], part: Part
+    source: Pool,
+    departure: Departure,
+    heads: Sequence[int],
+    part: Part,
+    digests: NDArray[np.uint64] | None,
 ) -> tuple[Chunk, Frame]:
-    source, run, key = _cut(source, departure), part.run, departure.order.key
-    digests = source.digest_cells(run.layer, run.block_ids, heads, run.tail_tokens)
+    run, key = part.run, departure.order.key
+    if digests is None:
+        cells = _cut(source, departure)
+        digests = cells.digest_cells(run.layer, run.block_ids, heads, run.tail_tokens)
     num_bytes = len(run.block_ids) * departure.shape.layers[run.layer].block_bytes(len(heads))
     chunk = _chunk(part, num_bytes, digests=digests_to_bytes(digests))
     chunk.pool_blocks = np.array(run.block_ids, dtype="<i8").tobytes()

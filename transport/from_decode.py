@@ -55,7 +55,8 @@ class DecodeFrames:
         elif body == "commit" and outgoing.commit(rank):
             departure.book.committed(rank)
         outgoing.advance()
-        departure.stirred[rank].set()
+        if body != "chunk_ack" or pair.owes or outgoing.seal_due(rank):  # else it set nothing free
+            departure.stirred[rank].set()
         self._departures.review(departure)
 
     def _resend(self, departure: Departure, rank: int, seq: int, reason: str) -> None:

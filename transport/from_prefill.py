@@ -44,6 +44,7 @@ REFUSALS = {
     Verdict.STRAY: Reason.STRAY,
 }
 
+ACK_WITHIN_S = 0.005  # of chunks that lie in a pool: the window has room for as much as that
 POOL_WINDOWS = 16  # chunks that wait where the pool is read hold up who digests the next ones
 
 
@@ -247,7 +248,10 @@ class PrefillFrames:
         landing.incoming.landed(rank, chunk, landed.bad)
         self.counts.chunks += 1
         self.counts.bytes += chunk.payload_bytes
-        self._ack(landing, port, chunk)
+        if port.pool is None:
+            self._ack(landing, port, chunk)
+        else:
+            self._ack_soon(landing, port, chunk)
         self._arrivals.review(landing)
         self._mender.mend(landing)
 
@@ -283,6 +287,23 @@ class PrefillFrames:
     def _ack(self, landing: Landing, port: Port, chunk: Chunk) -> None:
         ack = ChunkAck(seq=chunk.seq)
         port.post(Frame(key=landing.order.key.to_proto(), chunk_ack=ack))
+
+    def _ack_soon(self, landing: Landing, port: Port, chunk: Chunk) -> None:
+        """Where a chunk takes no room on the way, nobody waits for word of it: the Commit, which
+        says the same of all, may be here first.
+        """
+        acks = landing.acks.setdefault(port, [])
+        acks.append(chunk.seq)
+        if len(acks) == 1:
+            loop = asyncio.get_running_loop()
+            loop.call_later(ACK_WITHIN_S, self._ack_all, landing, port)
+
+    def _ack_all(self, landing: Landing, port: Port) -> None:
+        seqs = landing.acks.pop(port)
+        if not landing.incoming.over:
+            for seq in seqs:
+                ack = ChunkAck(seq=seq)
+                port.post(Frame(key=landing.order.key.to_proto(), chunk_ack=ack))
 
     def _ask_again(self, landing: Landing, port: Port, chunk: Chunk, reason: str) -> None:
         match landing.incoming.damaged(port.link.hello.prefill_rank, chunk, reason):

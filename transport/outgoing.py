@@ -115,6 +115,11 @@ class OutgoingPair:
         return not self._flights and not self._has_waiting()
 
     @property
+    def owes(self) -> bool:
+        """Something is to be sent, now or when credit allows."""
+        return bool(self._again or self._cells_again) or self._has_waiting()
+
+    @property
     def all_sent(self) -> bool:
         """Everything sealed so far is on the wire."""
         sent = all(flight.sent_at is not None for flight in self._flights.values())

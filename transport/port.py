@@ -88,13 +88,15 @@ class Port:
         if frame is not None:
             await self._send(frame, room)
 
-    async def point(self, point: Callable[[], Frame | None], threads: Threads) -> None:
-        """Send the frame that `point` makes on one of `threads`, of cells that the other end reads
-        where they lie. Raises LinkClosed, and what `point` raises.
+    async def point(self, point: Callable[[], Frame | None], threads: Threads | None) -> None:
+        """Send the frame that `point` makes, on one of `threads` or at once without, of cells that
+        the other end reads where they lie. Raises LinkClosed, and what `point` raises.
         """
-        frame = await threads.do(point)
+        frame = point() if threads is None else await threads.do(point)
         if frame is not None:
             await self._send(frame, None)
+        if threads is None:
+            await asyncio.sleep(0)  # a long prompt has many of these, and others have their turn
 
     async def run(self, handle: Handle) -> str:
         """Read until the link closes, and say why it did. Frames are handled one at a time; what

@@ -8,7 +8,7 @@ import structlog
 
 from kvcache.kept_digests import BlockRotten
 from transport.clock import Clock
-from transport.departure import Departure, Pool, gather, point, pouring
+from transport.departure import Departure, Pool, gather, known_digests, point, pouring
 from transport.departures import Departures
 from transport.link import LinkClosed
 from transport.orders import Code, TransferFailed
@@ -136,7 +136,9 @@ class Pumps:
         what = (self._store, departure, rank, heads, part)
         if port.shows_pool and not part.heads:  # what came damaged shall come another way
             departure.lookers.setdefault(rank, asyncio.Event())
-            await port.point(partial(point, *what), self._copiers)
+            digests = known_digests(self._store, departure, heads, part)
+            threads = self._copiers if digests is None else None
+            await port.point(partial(point, *what, digests), threads)
         else:
             filled, poured = partial(gather, *what), partial(pouring, *what, num_bytes)
             await port.load(num_bytes, filled, poured, self._copiers)

@@ -28,6 +28,7 @@ One decode rank, once a prefill rank has called and the promised blocks are boun
 Terminal states absorb whatever comes late: a success never overrides a failure.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -98,6 +99,15 @@ def moved(moves: Mapping[S, set[S]], old: S, new: S) -> S:
     return new
 
 
+@functools.lru_cache(maxsize=64)
+def _wire_cells(spec: CacheSpec, peer_block_size: int) -> tuple[int, tuple[LayerCells, ...]]:
+    """The smaller of both block sizes, and a block's cells in it, layer by layer."""
+    peer = replace(spec, block_size=peer_block_size)
+    peer.validate()
+    wire = min(spec, peer, key=lambda either: either.block_size)
+    return wire.block_size, layer_cells(wire)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The cells of one prompt on the wire, whose blocks are as large as the smaller of both ends'.
@@ -115,11 +125,8 @@ class Shape:
         """`peer_block_size` 0 is like ours. Raises ValueError for what cannot be carried."""
         if num_tokens < 1:
             raise ValueError(f"a prompt of {num_tokens} tokens has no cells")
-        peer = replace(spec, block_size=peer_block_size or spec.block_size)
-        peer.validate()
-        wire = min(spec, peer, key=lambda either: either.block_size)
-        size = wire.block_size
-        return cls(-(-num_tokens // size), size, layer_cells(wire), spec.block_size // size)
+        size, layers = _wire_cells(spec, peer_block_size or spec.block_size)
+        return cls(-(-num_tokens // size), size, layers, spec.block_size // size)
 
     @property
     def num_layers(self) -> int:

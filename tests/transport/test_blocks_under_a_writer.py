@@ -134,6 +134,7 @@ async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> No
             self.spec = store.spec
             self.cut = store.cut
             self.digest_cells = store.digest_cells
+            self.known_digests = store.known_digests
             self._store = store
 
         def gather_cells(
