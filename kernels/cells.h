@@ -120,7 +120,17 @@ static int use_avx2(size_t len) { return len > SHORT && __builtin_cpu_supports("
 
 /* Blocks of a pool are far apart and cold: to fetch their lines only to overwrite them costs a third
  * of the time of a scatter. `finish_copies` comes before anybody is told of them. */
+__attribute__((target("avx512f"))) static void copy_past_caches_by_lines(char *to, const char *from,
+                                                                         size_t len) {
+    for (size_t at = 0; at < len; at += 64)
+        _mm512_stream_si512((void *)(to + at), _mm512_loadu_si512(from + at));
+}
+
 __attribute__((target("avx2"))) static void copy_past_caches(char *to, const char *from, size_t len) {
+    if (len % 64 == 0 && (uintptr_t)to % 64 == 0 && __builtin_cpu_supports("avx512f")) {
+        copy_past_caches_by_lines(to, from, len);
+        return;
+    }
     if (len % 32 || (uintptr_t)to % 32 || !__builtin_cpu_supports("avx2")) {
         memcpy(to, from, len);
         return;
