@@ -101,6 +101,7 @@ async def _measure(  # type: ignore[no-untyped-def]
     limit: list[float] = []
     cold: list[float] = []
     theirs: dict[str, list[float]] = {rival.peer.name: [] for rival in rivals}
+    sealing: list[float] = []
     own_cpu: list[float] = []
     limit_cpu: list[float] = []
     gigabytes = case.total_bytes / 1e9
@@ -109,6 +110,8 @@ async def _measure(  # type: ignore[no-untyped-def]
         for _ in range(runs):
             began = await _cpu_ms_per_mib(pair, case)
             ours.append(gigabytes / await pair.seconds(case))
+            if case.sealed:
+                sealing.append(await pair.sealing_seconds() * 1e3)
             between = await _cpu_ms_per_mib(pair, case)
             limit.append(gigabytes / await pair.limit_seconds(case))
             own_cpu.append(between - began)
@@ -124,6 +127,8 @@ async def _measure(  # type: ignore[no-untyped-def]
     if not rows:
         note = f"{', '.join(absent)}: not installed" if absent and comparable else None
         rows = [row(str(case), ours, limit, note)]
+    if sealing:
+        rows.append(row(f"{case}: digesting before it", sealing, unit="ms"))
     if cold:
         rows.append(row(f"{case}: beside the limit, cold to cold", ours, cold))
     if replace(case, wire=base.wire, digests=base.digests) == base:

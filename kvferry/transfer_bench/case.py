@@ -27,7 +27,7 @@ class Case:
     show_pool: bool = True  # on shm: decode reads prefill's pool; else all goes through a ring
     known: bool = False  # prefill has the digests from before, and need not make them
     # Prefill writes its blocks before each transfer, as steps do, layer by layer, and digests them
-    # as it seals them: the time of that is counted as the transfer's.
+    # as it seals them: that is timed by itself, and the transfer from the last seal on.
     sealed: bool = False
     host: str = "127.0.0.1"  # decode's, as prefill reaches it; another one for grpc and tcp only
 

@@ -37,6 +37,9 @@ class Child:
             case "ship":
                 assert self._prefill is not None
                 return await self._prefill.ship(order["first"])
+            case "sealing seconds":
+                assert self._prefill is not None
+                return self._prefill.sealing_s
             case "cpu seconds":
                 return time.process_time()
             case "close":

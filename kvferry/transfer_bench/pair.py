@@ -43,6 +43,10 @@ class Pair:
         await self._decode.ask("settle")
         return took
 
+    async def sealing_seconds(self) -> float:
+        """What prefill took to digest blocks before the last repetition, as it sealed them."""
+        return float(await self._prefill.ask("sealing seconds"))
+
     async def cpu_seconds(self) -> tuple[float, float]:
         """What prefill and decode have used so far."""
         return await self._prefill.ask("cpu seconds"), await self._decode.ask("cpu seconds")

@@ -80,8 +80,9 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "transfer", *wires, *flags])
     assert done.exit_code == 0, done.output
     as_it_goes = done.output.partition("┏")[0]
-    # Nine cases, six with their CPU, and seven with a second limit, over shm and tcp.
-    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 22
+    # Nine cases, six with their CPU, seven with a second limit, over shm and tcp, and one with what
+    # its digests took before it.
+    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 23
     rows = json.loads(out.read_text())["rows"]
     cold = [each for each in rows if each["what"].endswith(": beside the limit, cold to cold")]
     measured = [each["what"] for each in rows if each["unit"] == "GB/s" and each not in cold]
@@ -104,6 +105,8 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     ]
     assert [list(each) for each in rows] == [keys] * len(rows)
     assert all(each["ours"] > 0 and each["limit"] > 0 for each in rows if each["unit"] == "GB/s")
+    (sealing,) = [each for each in rows if each["unit"] == "ms"]
+    assert sealing["what"] == f"{measured[2]}: digesting before it" and sealing["ours"] > 0
     costs = [each["what"] for each in rows if each["unit"] == "ms/MiB"]
     plain = [what for what in measured if not what.endswith(ways_of_shm)]
     assert costs == [f"{what}: CPU of both ends" for what in plain]
