@@ -48,6 +48,26 @@ def test_rows_are_numbered_from_one_and_say_what_was_posted() -> None:
     assert set(rows["book"].tolist()) == {Book.BLOCKS}
 
 
+@pytest.mark.parametrize("before", [0, 10, 16])
+def test_bindings_are_the_rows_that_post_would_write_over_pages_too(before: int) -> None:
+    one_by_one, at_once = Ledger(ORIGIN, SMALL), Ledger(ORIGIN, SMALL)
+    bound = [(7 * number % 40, 1 + number % 2) for number in range(20)]
+    for ledger in (one_by_one, at_once):
+        for number in range(before):
+            ledger.post(Book.JOBS, Account.OUTSIDE, Account.READING, Reason.GATHERING, peer=number)
+    accounts = (Account.OUTSIDE, Account.OUTSIDE)
+    for block, count in bound:
+        one_by_one.post(
+            Book.BINDINGS, *accounts, Reason.READ, key=key(3), first=5, count=count, detail=block
+        )
+    at_once.post_bindings(Reason.READ, key(3), 5, bound)
+    assert at_once.num_rows == one_by_one.num_rows == before + len(bound)
+    found, want = at_once.extract(), one_by_one.extract()
+    assert found.rows.tobytes() == want.rows.tobytes() and found.first_seq == want.first_seq
+    at_once.post_bindings(Reason.READ, key(3), 5, [])
+    assert at_once.num_rows == before + len(bound)
+
+
 @given(st.lists(st.integers(0, 30), unique=True))
 def test_runs_cover_the_same_blocks(numbers: list[int]) -> None:
     covered = [n for first, count in runs(numbers) for n in range(first, first + count)]

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -175,6 +176,40 @@ async def test_random_transfers_out_of_shown_pools_end_whole_or_let_go() -> None
     ends = [await random_transfers(seed, wire=POOL) for seed in range(6)]
     assert sum(end.whole + end.failed for end in ends) == 36
     assert sum(end.whole for end in ends) > 6
+
+
+async def test_what_has_landed_is_acknowledged_though_the_transfer_goes_on() -> None:
+    async with network(POOL) as net, cluster(net) as group:
+        key, (shipper,) = group.key(), group.prefill.shippers
+        expected, shipped = group.expect(key, NUM_TOKENS, TARGET), group.ship(key, NUM_TOKENS)
+        group.seal(shipper, key, 0, 0, SOURCE, NUM_TOKENS)
+        await soon(lambda: shipper.counts.chunks > 0)
+        departure = shipper.lend(key)
+        assert departure is not None
+        pair = departure.outgoing.pairs[0]
+        await soon(lambda: pair.idle)
+        assert pair.num_chunks > 0 and not pair.committed
+        for layer in range(1, SPEC.num_layers):
+            group.seal(shipper, key, layer, 0, SOURCE, NUM_TOKENS)
+        group.finish(shipper, key)
+        await asyncio.gather(*expected)
+        await group.decode.receivers[0].commit(key)
+        await asyncio.gather(*shipped)
+        group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
+
+
+async def test_blocks_whose_digests_are_known_are_not_read_by_prefill() -> None:
+    async with network(POOL) as net, cluster(net) as group:
+        (store,) = group.prefill.stores
+        for layer in range(SPEC.num_layers):
+            store.note_cells(layer, SOURCE)
+
+        unread = patch.object(store, "digest_cells", side_effect=AssertionError("digested again"))
+        with unread, pytest.raises(TransferFailed, match="digested again"):
+            await carry_whole(group)  # they are to be made ready for who reads them, once
+        await carry_whole(group)
+        with unread:
+            await carry_whole(group)
 
 
 async def test_where_decode_cannot_read_the_pool_payloads_go_through_the_ring() -> None:
