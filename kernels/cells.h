@@ -14,6 +14,7 @@ typedef uint64_t (*digest_fn)(const void *, size_t);
 #include <immintrin.h>
 
 enum { SHORT = 240, STRIPE = 64, STRIPES = 16, BLOCK = STRIPE * STRIPES, SECRET = 192 };
+enum { AHEAD = 4096 }; /* bytes that are fetched before they are digested: mostly of the next cell */
 
 static const uint8_t xxh3_secret[SECRET] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -83,7 +84,7 @@ AVX2 uint64_t xxh3_long(char *to, const char *from, size_t len) {
         size_t stripes = left < BLOCK ? left / STRIPE : STRIPES;
         for (size_t i = 0; i < stripes; i++, at += STRIPE) {
             __m256i first = load32(from + at), second = load32(from + at + 32);
-            _mm_prefetch(from + at + BLOCK, _MM_HINT_T0);
+            _mm_prefetch(from + at + AHEAD, _MM_HINT_T0);
             if (to) {
                 _mm256_storeu_si256((void *)(to + at), first);
                 _mm256_storeu_si256((void *)(to + at + 32), second);
