@@ -91,6 +91,19 @@ void digest_blocks(char *pool, const layout *at, const int64_t *blocks, int64_t 
     }
 }
 
+/* As above, of whole blocks, and all that is kept of each: `digests` and `known` are of all blocks of the
+ * pool, so far apart as their strides say, in the order of heads and planes; `written` counts. */
+void note_blocks(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks, char *room,
+                 digest_fn digest, uint64_t *digests, int64_t digest_stride, uint8_t *known,
+                 int64_t known_stride, uint32_t *written) {
+    for (int64_t b = 0; b < num_blocks; b++) {
+        uint64_t *found = digests + blocks[b] * digest_stride;
+        digest_blocks(pool, at, blocks + b, 1, 0, room, digest, found, digest_stride);
+        memset(known + blocks[b] * known_stride, 1, at->hi - at->lo);
+        written[blocks[b]]++;
+    }
+}
+
 /* Of the last block only so many slots have meaning: the rest of each cell becomes zero. */
 static void clear_tail(const layout *at, char *cells, int64_t tail_slots, digest_fn digest,
                        uint64_t *digests) {

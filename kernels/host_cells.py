@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -231,6 +232,38 @@ class HostCells(NamedTuple):
             *_rows(digests),
         )
 
+    def noter(
+        self,
+        pool: int,
+        layout: Layout,
+        digests: NDArray[np.uint64],
+        known: NDArray[np.bool_],
+        written: NDArray[np.uint32],
+    ) -> Callable[[Sequence[int]], None]:
+        """What digests blocks, whose ids it is given, and enters that into `digests` [N, H, P],
+        `known` [N, H] and `written` [N] of all blocks of the pool. Whoever calls it has just
+        computed, and Python is in no cache: so all is prepared here but the ids.
+        """
+        assert known.strides[1] == 1 and digests.flags.c_contiguous
+        room = np.empty(layout.num_slots * layout.slot_bytes, dtype=np.uint8)
+        behind = (
+            ctypes.c_void_p(room.ctypes.data),
+            self.digest,
+            ctypes.c_void_p(digests.ctypes.data),
+            ctypes.c_int64(digests[0].size),
+            ctypes.c_void_p(known.ctypes.data),
+            ctypes.c_int64(known.strides[0]),
+            ctypes.c_void_p(written.ctypes.data),
+        )
+        ahead, call = (ctypes.c_void_p(pool), ctypes.byref(layout)), self.library.note_blocks
+        alive, number = (room, digests, known, written), ctypes.c_int64
+
+        def note(block_ids: Sequence[int], _: object = alive) -> None:
+            count = len(block_ids)
+            call(*ahead, (number * count)(*block_ids), number(count), *behind)
+
+        return note
+
     def digests(self, cells: NDArray[np.uint8]) -> NDArray[np.uint64]:
         """xxh3-64 of each row of a contiguous [num_cells, cell_bytes]."""
         num_cells, cell_bytes = cells.shape
@@ -277,6 +310,7 @@ def load() -> HostCells | None:
             "gather_cells": (None, cells),
             "scatter_cells": (None, [*cells, address]),
             "digest_blocks": (None, [*cells[:4], count, address, address, address, count]),
+            "note_blocks": (None, [*cells[:4], address, *cells[6:], address, count, address]),
             "digest_cells": (None, [address, address, count, count, address]),
             "pour_cells": (count, pour),
             "catch_cells": (count, [*catch, address, address, address]),

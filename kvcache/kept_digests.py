@@ -11,7 +11,7 @@ is read meanwhile is neither kept nor held against anybody.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,15 @@ class KeptDigests:
             self._written[ids] += 1
             self._digests[layer][place] = digests_BHP
             known_NH[place] = good_BH
+
+    def fill(self, write: Callable[[Sequence[int]], None], block_ids: Sequence[int]) -> None:
+        """As `keep`, where `write` enters these blocks into `arrays` itself."""
+        with self._lock:
+            write(block_ids)
+
+    def arrays(self, layer: int) -> tuple[Digests, NDArray[np.bool_], NDArray[np.uint32]]:
+        """Of all blocks: digests_NHP, known_NH and written_N, for `fill` alone."""
+        return self._digests[layer], self._known_NLH[:, self._place[layer]], self._written
 
     def known(self, layer: int, block_ids: Ids, heads: Sequence[int]) -> Digests | None:
         """What was kept of these cells, if it is of all of them."""

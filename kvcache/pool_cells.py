@@ -66,6 +66,7 @@ class PoolCells:
         if settled_NL is None:
             settled_NL = np.zeros((num_blocks, len(layers)), np.bool_)
         self._settled_NL = settled_NL  # by whole blocks
+        self._noters: dict[int, Callable[[Sequence[int]], None]] = {}  # by layer
         self._host = host_cells.load() if on_device is None else None
 
     def cut(self, block_size: int) -> "PoolCells":
@@ -261,11 +262,18 @@ class PoolCells:
         """
         if self._host is None or self._kept is None or self._parts > 1:
             return
-        ids_B, heads = self._checked(block_ids), list(self._kv_heads)
-        digests_BHP = np.empty((len(ids_B), len(heads), self._layers[layer].shape[1]), np.uint64)
-        self._digest(self._host, layer, ids_B, heads, None, digests_BHP)
-        good_BH = np.ones(digests_BHP.shape[:2], np.bool_)
-        self._kept.keep(layer, ids_B, self._locals(heads), digests_BHP, good_BH)
+        assert min(block_ids) >= 0 and max(block_ids) < self._num_blocks, f"blocks {block_ids}"
+        noter = self._noters.get(layer)
+        if noter is None:
+            noter = self._noters[layer] = self._noter(self._host, layer, self._kept)
+        self._kept.fill(noter, block_ids)
+
+    def _noter(
+        self, host: host_cells.HostCells, layer: int, kept: KeptDigests
+    ) -> Callable[[Sequence[int]], None]:
+        pool_NPHSD, runs = self._layers[layer], [(0, len(self._kv_heads))]
+        ((layout, _, _),) = self._host_runs(pool_NPHSD, runs, _NO_CELLS)
+        return host.noter(pool_NPHSD.data_ptr(), layout, *kept.arrays(layer))
 
     def _fresh_digests(
         self, layer: int, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None

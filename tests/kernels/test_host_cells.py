@@ -54,6 +54,13 @@ def test_gather_and_scatter_equal_the_references(
         assert digests.tolist() == cell_digests_reference(cells).tolist()
         store.kept.forget_all()
         assert store.digest_cells(1, blocks, heads, tail).tolist() == digests.tolist()
+    everything = range(num_heads)
+    want = cell_digests_reference(compiled.gather_cells(1, blocks, everything))
+    compiled.kept.forget_all()
+    compiled.note_cells(1, blocks)
+    known = compiled.kept.known(1, blocks, everything)
+    assert known is not None and known.reshape(-1).tolist() == want.tolist()
+    assert compiled.kept.unknown(range(6)) == list(range(6)), "of layer 0 nothing is known"
     changed = np.bitwise_xor(cells, np.uint8(1))
     for store in (compiled, plain):
         assert not len(store.scatter_cells(0, blocks, heads, changed))
