@@ -104,6 +104,7 @@ class Engine:
         self._num_keys = 0
         self._stopping = False
         self._death: Exception | None = None
+        self._step_since: float | None = None  # None between steps
         self._thread: threading.Thread | None = None
 
     def new_key(self) -> int:
@@ -240,6 +241,12 @@ class Engine:
         """What ended the engine, if it did not end by `stop`."""
         return self._death
 
+    @property
+    def step_age_s(self) -> float:
+        """How long the running step has lasted; 0 between steps. Takes no lock: it may hang."""
+        since = self._step_since
+        return 0.0 if since is None else self._clock.now() - since
+
     def load(self) -> Load:
         with self._changed:
             scheduler = self._scheduler
@@ -317,8 +324,11 @@ class Engine:
         self._deliver(told + failed)
         if not step.slices:
             return bool(told or failed or due)
-        started = self._clock.now()
-        self._execute(step, plan, started)
+        started = self._step_since = self._clock.now()
+        try:
+            self._execute(step, plan, started)
+        finally:
+            self._step_since = None
         with self._changed:
             self._gauge.measure(step, (self._clock.now() - started) * 1000)
         return True

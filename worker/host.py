@@ -5,8 +5,8 @@
     doors      gRPC for the router and for peers, a system port for probes and metrics
     announced  the lease is held, the index knows what is cached: routers may send work
     drained    on SIGTERM: no new work, what runs may finish, the name leaves the index
-    over       a rank or the engine is lost: everything fails at once and the process ends, so
-               that whoever supervises it starts the next life
+    over       a rank or the engine is lost or hangs: everything fails at once and the process
+               ends, so that whoever supervises it starts the next life
 
 Whatever is opened is closed in reverse order, however it ends.
 """
@@ -45,6 +45,7 @@ from worker.rank_parts import RankParts, check_device, manifest_of
 from worker.ranks import WorkerRanks
 from worker.role import Front, RankContext, RankSide, RoleSpec
 from worker.settings import WorkerSettings
+from worker.step_watch import watch_steps
 from worker.system_server import Probe, SystemServer
 from worker.warm_up import warm_up
 from worker.wires import connectors
@@ -87,7 +88,11 @@ class _Life:
     async def serve(self) -> None:
         """Announce and watch until cancelled, then drain; WorkerLost when it is over before."""
         announcing = asyncio.create_task(self.announcer.run(), name="announcer")
-        watching = asyncio.create_task(self._watch_ranks(), name="rank reports")
+        limit_s = self.settings.step_timeout_s
+        watches = (
+            asyncio.create_task(self._watch_ranks(), name="rank reports"),
+            asyncio.create_task(watch_steps(self.engine, limit_s, self.clock), name="step watch"),
+        )
         try:
             first: set[asyncio.Future[Any]] = {announcing, self.over}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -102,9 +107,9 @@ class _Life:
             await self._drain()
             raise
         finally:
-            for task in (watching, announcing):
+            for task in (*watches, announcing):
                 task.cancel()
-            await asyncio.gather(watching, announcing, return_exceptions=True)
+            await asyncio.gather(*watches, announcing, return_exceptions=True)
 
     async def _drain(self) -> None:
         """No new work; wait for what runs, as long as `drain_s` allows."""

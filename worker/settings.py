@@ -96,6 +96,8 @@ class WorkerSettings(BaseModel):
     cool_down_s: Seconds = 60.0  # of the first quarantine; one soon after it lasts twice as long
     max_cool_down_s: Seconds = 3600.0
     rank_timeout_s: Annotated[float, Field(gt=0, le=600)] = 60.0  # a rank that has not started
+    # A step that lasts longer has hung, and the worker ends, so that it is started again.
+    step_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     drain_s: Annotated[float, Field(ge=0, le=600)] = 10.0  # what runs may finish at SIGTERM
     test_faults: str = ""  # for tests alone: what a prefill worker's wires do wrong
 

@@ -1,6 +1,6 @@
 """The port for operators, apart from the serving port, so that probes need no key.
 
-live     the event loop answers and the engine's last step is not too old; never asks Redis
+live     the event loop answers, and no rank is lost and no step has hung; never asks Redis
 ready    the model is loaded, all ranks are there, the lease is held, nobody asked to drain
 """
 
