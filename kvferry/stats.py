@@ -36,8 +36,16 @@ def read_metrics(http_url: str) -> str:
         ) as answer:
             text: str = answer.read().decode()
     except (URLError, OSError, ValueError) as error:
-        raise NoCluster(f"{http_url} gives no metrics: {error}") from None
+        raise NoCluster(
+            f"{http_url} gives no metrics ({_why(error)}): it must be a router's HTTP door, "
+            "such as http://127.0.0.1:8000"
+        ) from None
     return text
+
+
+def _why(error: Exception) -> str:
+    reason = error.reason if isinstance(error, URLError) else error
+    return str(getattr(reason, "strerror", None) or reason)
 
 
 @dataclass(frozen=True, slots=True)

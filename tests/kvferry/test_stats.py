@@ -11,8 +11,8 @@ from kvferry.stats import (
     hit_rate_of,
     hit_rate_table,
     predictions_of,
+    read_metrics,
     regret_line,
-    stats,
 )
 from router.hit_rate import HitRate, Loss
 
@@ -47,9 +47,21 @@ def test_a_router_that_has_served_nothing_has_no_rate() -> None:
     assert rate == HitRate() and rate.rate(rate.delivered) == 0.0
 
 
-def test_a_door_that_is_closed_is_named() -> None:
-    with pytest.raises(NoCluster, match=r"http://127\.0\.0\.1:1 gives no metrics"):
-        stats("http://127.0.0.1:1", Console())
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://127.0.0.1:1", "Connection refused"),
+        ("127.0.0.1:8000", "unknown url type: 127.0.0.1"),
+        ("router", "unknown url type: 'router/metrics'"),
+    ],
+)
+def test_what_is_no_open_door_is_named_and_so_is_what_would_be(url: str, why: str) -> None:
+    with pytest.raises(NoCluster) as failure:
+        read_metrics(url)
+    assert str(failure.value) == (
+        f"{url} gives no metrics ({why}): it must be a router's HTTP door, such as "
+        "http://127.0.0.1:8000"
+    )
 
 
 PREDICTIONS = """\
