@@ -214,6 +214,10 @@ class KvStore:
         """As `PoolCells`, by whole blocks."""
         return self._cells.known_digests(layer, block_ids, heads, tail_tokens)
 
+    def settle_cells(self, layer: int, block_ids: Sequence[int]) -> None:
+        """As `PoolCells`, by whole blocks."""
+        self._cells.settle_cells(layer, block_ids)
+
     def note_cells(self, layer: int, block_ids: Sequence[int]) -> None:
         """As `PoolCells`, by whole blocks."""
         self._cells.note_cells(layer, block_ids)

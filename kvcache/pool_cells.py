@@ -229,8 +229,7 @@ class PoolCells:
         and holds them against these. What is kept of whole blocks is not made anew.
         """
         ids_B = self._checked(block_ids)
-        if self._shared is not None:
-            self._settle(self._shared, layer, ids_B // self._parts)
+        self.settle_cells(layer, ids_B)
         known = self.known_digests(layer, block_ids, heads, tail_tokens)
         return known if known is not None else self._fresh_digests(layer, ids_B, heads, tail_tokens)
 
@@ -304,8 +303,11 @@ class PoolCells:
             pool, own_BN = pool_NPHSD.data_ptr(), digests_BN[:, first:]
             host.digest_blocks(pool, layout, ids_B, tail, own_BN)
 
-    def _settle(self, shared: SharedMemory, layer: int, ids_B: NDArray[np.int64]) -> None:
-        """Whoever is about to read these blocks shall find them in huge pages."""
+    def settle_cells(self, layer: int, block_ids: Sequence[int] | NDArray[np.int64]) -> None:
+        """Whoever is about to read these blocks in a shown pool shall find them in huge pages."""
+        if (shared := self._shared) is None:
+            return
+        ids_B = np.asarray(block_ids, dtype=np.int64) // self._parts
         if self._settled_NL[ids_B, layer].all():
             return
         pool_NPHSD = self._layers[layer]

@@ -63,7 +63,7 @@ class Case:
         if self.known:
             digests += ", digests known"
         if self.sealed:
-            digests += ", digested as sealed"
+            digests += ", digested as sealed" if self.digests else ", just written"
         if not self.show_pool:
             digests += ", by the ring"
         return (

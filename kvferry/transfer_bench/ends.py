@@ -50,7 +50,8 @@ class DecodeEnd:
     def expect(self, first: int) -> None:
         """Make ready for the transfers numbered `first` and up."""
         for number in range(first, first + self._case.concurrency):
-            self._receipts.append(asyncio.create_task(self._receive(number)))
+            table = _blocks(self._case, number)
+            self._receipts.append(asyncio.create_task(self._receive(number, table)))
 
     async def settle(self) -> None:
         """Raises when a transfer failed."""
@@ -74,13 +75,13 @@ class DecodeEnd:
         self._stack.push_async_callback(server.stop, 0)
         return f"{case.host}:{port}"
 
-    async def _receive(self, number: int) -> None:
+    async def _receive(self, number: int, table: tuple[int, ...]) -> None:
         case = self._case
         order = ReceiptOrder(
             _key(number),
             case.num_tokens,
             0,
-            _blocks(case, number),
+            table,
             "p1",
             _heads(case.prefill_tp),
             DEADLINE_S,
@@ -240,11 +241,17 @@ def _digests(on: bool) -> Iterator[None]:
         return take(*arguments[:-1])
 
     def no_digests(store: KvStore, layer: int, block_ids: Any, heads: Any, *_: Any) -> Any:
+        store.settle_cells(layer, block_ids)  # in huge pages, as with digests
         return np.zeros(len(block_ids) * len(heads) * store.layer(layer).shape[1], np.uint64)
+
+    def no_note(*_: Any) -> None:
+        pass
 
     with (
         patch.object(KvStore, "take_cells", take_only),
         patch.object(KvStore, "digest_cells", no_digests),
+        patch.object(KvStore, "known_digests", no_digests),
+        patch.object(KvStore, "note_cells", no_note),
         patch.object(KvStore, "gather_cells", gather_only),
         patch.object(KvStore, "scatter_cells", scatter_only),
         patch.object(KvStore, "pour_cells", pour_only),

@@ -68,8 +68,9 @@ def cases(wanted: Wanted) -> list[Case]:
         found.append(base)
         found += [replace(base, digests=on) for on in wanted.digests[1:]]
         if wire == "shm" and base.digests:
-            found += [replace(base, sealed=True), replace(base, known=True)]
-            found += [replace(base, show_pool=False)]
+            sealed = replace(base, sealed=True)
+            found += [sealed, *(replace(sealed, digests=on) for on in wanted.digests[1:])]
+            found += [replace(base, known=True), replace(base, show_pool=False)]
         found += [replace(base, num_blocks=count) for count in wanted.num_blocks[1:]]
         found += [replace(base, concurrency=count) for count in wanted.concurrency[1:]]
         found += [replace(base, prefill_tp=p, decode_tp=d) for p, d in wanted.pairs[1:]]

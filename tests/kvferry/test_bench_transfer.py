@@ -80,17 +80,18 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "transfer", *wires, *flags])
     assert done.exit_code == 0, done.output
     as_it_goes = done.output.partition("┏")[0]
-    # Nine cases, six with their CPU, seven with a second limit, over shm and tcp, and one with what
+    # Ten cases, six with their CPU, eight with a second limit, over shm and tcp, and one with what
     # its digests took before it.
-    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 23
+    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 25
     rows = json.loads(out.read_text())["rows"]
     cold = [each for each in rows if each["what"].endswith(": beside the limit, cold to cold")]
     measured = [each["what"] for each in rows if each["unit"] == "GB/s" and each not in cold]
     usual = ("", ", no digests")
-    ways_of_shm = (", digested as sealed", ", digests known", ", by the ring")
+    sealed = (", digested as sealed", ", no digests, just written")
+    ways_of_shm = (*sealed, ", digests known", ", by the ring")
     ways = {"shm": (*usual, *ways_of_shm), "tcp": usual, "grpc": usual}
     assert measured == [f"{wire}: 2 x 1 MiB, TP 1 to 2{how}" for wire in ways for how in ways[wire]]
-    assert [each["what"].partition(": beside")[0] for each in cold] == measured[:7]
+    assert [each["what"].partition(": beside")[0] for each in cold] == measured[:8]
     keys = [
         "what",
         "ours",
