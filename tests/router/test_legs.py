@@ -21,6 +21,7 @@ async def test_both_legs_are_asked_for_the_same_work() -> None:
         sampling=pb.SamplingParams(max_tokens=3, stop=["x"]),
         tenant_key=b"k" * 32,
         eos_token_ids=[2, 5],
+        num_public_tokens=16,
     )
     assert len(asked.ListFields()) == len(asked.DESCRIPTOR.fields), "a field is not set here"
     work = Work(asked, prefill, decode, ("tcp",), b"t" * 16, 1)
