@@ -319,7 +319,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device", file=sys.stderr)
+        print("torch sees no CUDA device: nothing was measured", file=sys.stderr)
         return 2
     card = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     sizes = SMALL if options.tiny else FULL

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.step_plan import StepPlan
-from kernels.launch import device_of
+from kernels.launch import device_of, sent
 from kvcache.kv_store import KvStore
 from model.batch import Batch
 from model.model import Model, nobody
@@ -101,9 +101,7 @@ def make_batch(plan: StepPlan, block_size: int, device: torch.device | str) -> B
         tables_SB.ravel(),
         np.asarray(rows, dtype=np.int64),
     ]
-    flat = torch.from_numpy(np.concatenate(parts))
-    if torch.device(device).type == "cuda":  # one copy, and the step does not wait for it
-        flat = flat.pin_memory().to(device, non_blocking=True)
+    flat = sent(torch.from_numpy(np.concatenate(parts)), device)  # one copy
     columns = list(torch.split(flat, [part.size for part in parts]))
     columns[5] = columns[5].view(tables_SB.shape)
     return Batch(*columns)

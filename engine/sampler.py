@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.sampling_params import SamplingParams, choice_seed
 from engine.stop_rules import ending_token_ids
 from kernels.best_tokens import best_tokens
+from kernels.launch import device_of, sent
 from kernels.sample_tokens import Filters, sample_tokens
 
 _MASK = 2**64 - 1
@@ -56,7 +57,18 @@ def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[Drawn | None]:
     """Draw one token per draw; None where the logits leave none (NaN, infinite, all masked)."""
     if not draws:
         return []
-    rows_D = torch.tensor([draw.row for draw in draws], device=logits_RV.device)
+    with device_of(logits_RV):
+        tokens, possible = queue_draws(logits_RV, draws).tolist()  # waits, once
+        return [
+            Drawn(token_id, *_logprobs(logits_RV[draw.row], token_id, draw.params)) if ok else None
+            for ok, token_id, draw in zip(possible, tokens, draws, strict=True)
+        ]
+
+
+@torch.inference_mode()
+def queue_draws(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The tokens, and whether they are any, one under the other; of a device nothing is awaited."""
+    rows_D = _ids([draw.row for draw in draws], logits_RV)
     logits_DV, found = logits_RV, best_tokens(logits_RV)
     sane_R = found.sane_R
     if any(map(_is_shaped, draws)) or [draw.row for draw in draws] != [*range(len(logits_RV))]:
@@ -65,17 +77,16 @@ def sample(logits_RV: Tensor, draws: Sequence[Draw]) -> list[Drawn | None]:
             _shape(logits_DV[number], draw)
         found = best_tokens(logits_DV)
     possible_D = sane_R[rows_D] & found.possible_R
-    tokens, possible = torch.stack([found.best_R, possible_D.long()]).tolist()  # one wait
+    tokens_D = found.best_R
     for kind in (_is_plain, _is_filtered):
-        numbers = [i for i, draw in enumerate(draws) if possible[i] and kind(draw.params)]
+        numbers = [i for i, draw in enumerate(draws) if kind(draw.params)]
         if numbers:
-            chosen = _draw_random(logits_DV[numbers], [draws[i] for i in numbers])
-            for number, token_id in zip(numbers, chosen, strict=True):
-                tokens[number] = token_id
-    return [
-        Drawn(token_id, *_logprobs(logits_RV[draw.row], token_id, draw.params)) if ok else None
-        for ok, token_id, draw in zip(possible, tokens, draws, strict=True)
-    ]
+            some_D = _ids(numbers, logits_RV)
+            none_D1 = possible_D[some_D, None].logical_not()
+            random_DV = logits_DV[some_D].masked_fill_(none_D1, 0.0)  # drawn in vain
+            chosen_D = _draw_random(random_DV, [draws[i] for i in numbers])
+            tokens_D = tokens_D.index_copy(0, some_D, chosen_D)
+    return torch.stack([tokens_D, possible_D.long()])
 
 
 def _is_plain(params: SamplingParams) -> bool:
@@ -115,12 +126,12 @@ def _shape(logits_V: Tensor, draw: Draw) -> None:
     if draw.output and (params.presence_penalty or params.frequency_penalty):
         counts = Counter(draw.output)
         ids = _ids(list(counts), logits_V)
-        times = torch.tensor(list(counts.values()), dtype=logits_V.dtype, device=logits_V.device)
+        times = _column(list(counts.values()), logits_V).to(logits_V.dtype)
         logits_V[ids] -= params.presence_penalty + params.frequency_penalty * times
     if params.logit_bias:
         ids = _ids([token_id for token_id, _ in params.logit_bias], logits_V)
         biases = [bias for _, bias in params.logit_bias]
-        logits_V[ids] += torch.tensor(biases, dtype=logits_V.dtype, device=logits_V.device)
+        logits_V[ids] += _column(biases, logits_V).to(logits_V.dtype)
     if params.allowed_token_ids:
         ids = _ids(params.allowed_token_ids, logits_V)
         allowed = logits_V[ids].clone()
@@ -131,7 +142,7 @@ def _shape(logits_V: Tensor, draw: Draw) -> None:
         logits_V[_ids(ending, logits_V)] = -torch.inf
 
 
-def _draw_random(logits_DV: Tensor, draws: Sequence[Draw]) -> list[int]:
+def _draw_random(logits_DV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Draws that are all plain or all filtered, so that a draw's arithmetic is always the same."""
     params = [draw.params for draw in draws]
     noise = [uniform(d.params.seed, d.choice, len(d.output)) for d in draws]
@@ -142,8 +153,7 @@ def _draw_random(logits_DV: Tensor, draws: Sequence[Draw]) -> list[int]:
         top_p_D=_column([p.top_p for p in params], logits_DV),
         noise_D=_column(noise, logits_DV),
     )
-    tokens: list[int] = sample_tokens(logits_DV, filters, _sorts(params[0])).tolist()
-    return tokens
+    return sample_tokens(logits_DV, filters, _sorts(params[0]))
 
 
 def _logprobs(
@@ -157,18 +167,18 @@ def _logprobs(
     if count == 0:
         return float(logprobs_V[token_id]), ()
     least = logprobs_V.topk(count).values[-1]
-    ids = (logprobs_V >= least).nonzero()[:, 0].tolist()
-    pairs = [(int(i), float(logprobs_V[i])) for i in ids]
+    ids_L = (logprobs_V >= least).nonzero()[:, 0]
+    pairs: list[tuple[int, float]] = [*zip(ids_L.tolist(), logprobs_V[ids_L].tolist(), strict=True)]
     top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
     return float(logprobs_V[token_id]), tuple(top)
 
 
 def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)
+    return sent(torch.tensor(token_ids, dtype=torch.int64), like.device)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)
+    return sent(torch.tensor(values, dtype=torch.float64), like.device)
 
 
 def _mix(state: int) -> int:

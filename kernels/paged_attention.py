@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.launch import launches, tl, triton
-from kernels.quantise_kv import read_kv_quantised_reference
+from kernels.quantise_kv import read_kv_quantised_reference, seen_by_kernels, widened
 
 
 class Sight(NamedTuple):
@@ -151,7 +151,7 @@ def paged_attention(
     group_rows = triton.next_power_of_2(group)
     decodes = num_tokens == num_sequences
     width = max(16, triton.next_power_of_2(head_dim))
-    most_rows = PREFILL_ROWS if not decodes and width <= max_width(q_THD.dtype) else DECODE_ROWS
+    most_rows = DECODE_ROWS if decodes else prefill_rows(width * q_THD.itemsize)
     row_queries = max(1, most_rows // group_rows)
     num_splits = triton.cdiv(block_tables_SB.shape[1] * num_slots, SPLIT) if decodes else 1
     split = SPLIT if num_splits > 1 else 0
@@ -162,8 +162,8 @@ def paged_attention(
         tops, totals = q_THD.new_empty(2, *rows, dtype=torch.float32)
     grid = (num_tokens // row_queries + num_sequences, num_kv_heads, num_splits)
     _paged_attention[grid](
-        q_THD, pool_NPHSD, query_starts_S1, context_lens_S, block_tables_SB, out_THD,
-        parts, tops, totals, out_THD if scales_NPHS is None else scales_NPHS,
+        q_THD, seen_by_kernels(pool_NPHSD), query_starts_S1, context_lens_S, block_tables_SB,
+        out_THD, parts, tops, totals, out_THD if scales_NPHS is None else scales_NPHS,
         scale * LOG2_E, num_sequences, block_tables_SB.stride(0), num_kv_heads,
         block_stride, plane_stride, head_stride, sight.window, sight.sinks,
         slot_stride, num_slots, head_dim, group, group_rows, row_queries,
@@ -185,7 +185,7 @@ TILE = 128  # tokens reduced at a time, of whole blocks
 SPLIT = 512  # tokens of one decode row a program reduces: whole tiles
 DECODE_ROWS = 16  # (query, head) rows a program takes: the least a tensor core multiplies
 PREFILL_ROWS = 64
-MAX_WIDTH_BYTES = 512  # of a head, for PREFILL_ROWS: 1,024 take 229,632 of Ampere's 166,912 bytes
+FULL_WIDTH_BYTES = 256  # of a head, for PREFILL_ROWS; 512 would take 180,224 of Ampere's 166,912
 LOG2_E = 1.4426950408889634
 DOT_DTYPES = {  # the interpreter multiplies bfloat16 as if it were integers
     torch.float32: tl.float32,
@@ -194,9 +194,9 @@ DOT_DTYPES = {  # the interpreter multiplies bfloat16 as if it were integers
 }
 
 
-def max_width(dtype: torch.dtype) -> int:
-    """Of heads that PREFILL_ROWS of fit a program's memory; of wider ones it takes fewer rows."""
-    return MAX_WIDTH_BYTES // dtype.itemsize
+def prefill_rows(width_bytes: int) -> int:
+    """Of heads so wide a program takes as many as fit its memory beside two tiles of K and V."""
+    return max(DECODE_ROWS, PREFILL_ROWS * FULL_WIDTH_BYTES // max(FULL_WIDTH_BYTES, width_bytes))
 
 
 @triton.jit
@@ -266,7 +266,7 @@ def _paged_attention(  # type: ignore[no-untyped-def]
             if QUANTISED:
                 scale_at = (block * 2 * num_kv_heads + head) * num_slots + token % num_slots
                 key_scale = tl.load(scales + scale_at, mask=stored, other=0.0)
-                keys = keys.to(tl.float32) * key_scale[:, None]
+                keys = widened(keys) * key_scale[:, None]
             keys = keys.to(DOT)
             scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
             seen = token[None, :] <= position[:, None]
@@ -284,7 +284,7 @@ def _paged_attention(  # type: ignore[no-untyped-def]
             if QUANTISED:
                 v_scale_at = scale_at + num_kv_heads * num_slots
                 value_scale = tl.load(scales + v_scale_at, mask=stored, other=0.0)
-                values = (values.to(tl.float32) * value_scale[:, None]).to(q.dtype.element_ty)
+                values = (widened(values) * value_scale[:, None]).to(q.dtype.element_ty)
             acc = acc * keep[:, None]
             acc += tl.dot(
                 weights.to(q.dtype.element_ty).to(DOT), values.to(DOT), input_precision="ieee"

@@ -8,13 +8,14 @@ slots_T        where each token goes: block_id * S + offset, all different, int6
 block_ids_B    the B blocks to read
 
 A row with a NaN or an infinity gets a scale that is not finite, so that reading it cannot look
-sound. int8 rounds halves up; float8 rounds to nearest even.
+sound. int8 rounds halves up; float8 rounds to nearest even. Cards before Ada have no such type:
+kernels then see a float8 pool as bytes, and turn them by way of fp16, whose exponents go further.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.launch import launches, tl, triton
+from kernels.launch import knows_float8, launches, tl, triton
 
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest magnitude stored
 TINY = 1e-30  # a row of zeros is divided by this
@@ -64,10 +65,10 @@ def write_kv_quantised(
     assert k_THD.stride(2) == v_THD.stride(2) == 1
     if len(slots_T):
         _write_kv_quantised[(len(slots_T), num_heads, 2)](
-            pool_NPHSD, scales_NPHS, k_THD, v_THD, slots_T,
+            seen_by_kernels(pool_NPHSD), scales_NPHS, k_THD, v_THD, slots_T,
             *k_THD.stride()[:2], *v_THD.stride()[:2], *strides, num_slots, head_dim,
             MOST[pool_NPHSD.dtype], TINY, pool_NPHSD.dtype == torch.int8,
-            triton.next_power_of_2(head_dim),
+            triton.next_power_of_2(head_dim), num_warps=1,
         )  # fmt: skip
 
 
@@ -85,10 +86,17 @@ def read_kv_quantised(
     if len(block_ids_B):
         cells = len(block_ids_B) * num_planes * num_heads
         _read_kv_quantised[(cells, triton.cdiv(num_slots * head_dim, CHUNK))](
-            pool_NPHSD, scales_NPHS, block_ids_B, kv_BPHSD, *strides,
+            seen_by_kernels(pool_NPHSD), scales_NPHS, block_ids_B, kv_BPHSD, *strides,
             num_planes, num_heads, num_slots, head_dim, CHUNK,
         )  # fmt: skip
     return kv_BPHSD
+
+
+def seen_by_kernels(pool_NPHSD: Tensor) -> Tensor:
+    """The pool, as bytes where its type is none to the card."""
+    if pool_NPHSD.dtype == torch.float8_e4m3fn and not knows_float8():
+        return pool_NPHSD.view(torch.uint8)
+    return pool_NPHSD
 
 
 CHUNK = 1024  # values a program widens
@@ -104,6 +112,27 @@ def _rounded_to_float8(x):  # type: ignore[no-untyped-def]
     return tl.where(
         tl.abs(x) < LEAST_NORMAL, tl.floor(x * 512 + 0.5) / 512, bits.to(tl.float32, bitcast=True)
     )
+
+
+@triton.jit
+def widened(stored):  # type: ignore[no-untyped-def]
+    """What is stored, in fp32; bytes are those of float8."""
+    if stored.dtype == tl.uint8:
+        wide = stored.to(tl.uint16)
+        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)  # exponents are 8 too small
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def _narrowed(x, kept: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The other way, of numbers that are stored exactly."""
+    if kept == tl.uint8:
+        half = (x / 256).to(tl.float16).to(tl.uint16, bitcast=True)
+        return (((half >> 8) & 0x80) | ((half >> 7) & 0x7F)).to(tl.uint8)
+    else:
+        return x.to(kept)
 
 
 @triton.jit
@@ -132,7 +161,7 @@ def _write_kv_quantised(  # type: ignore[no-untyped-def]
     scaled = tl.floor(scaled + 0.5) if WHOLE else _rounded_to_float8(scaled)
     scaled = tl.minimum(tl.maximum(scaled, -most), most)
     row = block * block_stride + plane * plane_stride + head * head_stride + offset * slot_stride
-    tl.store(pool + row + dims, scaled.to(pool.dtype.element_ty), mask=inside)
+    tl.store(pool + row + dims, _narrowed(scaled, pool.dtype.element_ty), mask=inside)
     tl.store(scales + ((block * 2 + plane) * num_heads + head) * num_slots + offset, scale)
 
 
@@ -151,5 +180,5 @@ def _read_kv_quantised(  # type: ignore[no-untyped-def]
     stored = tl.load(pool + row + slot * slot_stride + at % head_dim, mask=inside, other=0.0)
     scale_at = ((block * num_planes + plane) * num_heads + head) * num_slots + slot
     scale = tl.load(scales + scale_at, mask=inside, other=0.0)
-    values = stored.to(tl.float32) * scale
+    values = widened(stored) * scale
     tl.store(kv + cell * num_slots * head_dim + at, values.to(kv.dtype.element_ty), mask=inside)

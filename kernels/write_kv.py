@@ -34,6 +34,7 @@ def write_kv(pool_NPHSD: Tensor, k_THD: Tensor, v_THD: Tensor, slots_T: Tensor) 
             pool_NPHSD, k_THD, v_THD, slots_T,
             k_THD.stride(0), k_THD.stride(1), v_THD.stride(0), v_THD.stride(1),
             *strides, num_slots, head_dim, triton.next_power_of_2(head_dim),
+            num_warps=1,  # for a row of 128 in bf16: 8 bytes a thread
         )  # fmt: skip
 
 

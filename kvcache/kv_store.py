@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
+from kernels.launch import sent
 from kvcache import host_memory
 from kvcache.cell_catcher import CellCatcher
 from kvcache.device_cells import DeviceCells
@@ -276,7 +277,7 @@ class KvStore:
             f"a block id outside 0..{self.num_blocks - 1}: {list(block_ids)}"
         )
         ids_B = torch.tensor(block_ids, dtype=torch.int64)
-        return ids_B.to(next(iter(self._layers.values())).device)
+        return sent(ids_B, next(iter(self._layers.values())).device)
 
 
 def _shared(spec: CacheSpec, shapes: Mapping[int, Sequence[int]]) -> SharedMemory | None:

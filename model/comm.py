@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.launch import sent
+
 Ints = npt.NDArray[np.int64]
 
 FIRST_FRAME = 1024  # int64 of a plan that travel with its length: one round for nearly every step
@@ -210,30 +212,29 @@ class GroupComm:
 
     def broadcast_ints(self, ints: Ints | None) -> Ints:
         frame = torch.zeros(1 + FIRST_FRAME, dtype=torch.int64)
-        if self.rank == 0:
-            assert ints is not None
+        if ints is not None:  # rank 0, which reads nothing back: of a card it would wait for it
             frame[0] = len(ints)
-            head = ints[:FIRST_FRAME]
+            head, rest = ints[:FIRST_FRAME], ints[FIRST_FRAME:]
             frame[1 : 1 + len(head)] = torch.from_numpy(np.ascontiguousarray(head))
-        frame = self._broadcast(frame)
+            self._broadcast(frame)
+            if len(rest):
+                self._broadcast(torch.from_numpy(np.ascontiguousarray(rest)))
+            return ints
+        frame = self._broadcast(frame).cpu()
         length = int(frame[0])
         if length <= FIRST_FRAME:
             return frame[1 : 1 + length].numpy()
-        rest = torch.empty(length - FIRST_FRAME, dtype=torch.int64)
-        if self.rank == 0:
-            assert ints is not None
-            rest.copy_(torch.from_numpy(np.ascontiguousarray(ints[FIRST_FRAME:])))
-        rest = self._broadcast(rest)
-        return torch.cat([frame[1:], rest]).numpy()
+        tail = self._broadcast(torch.empty(length - FIRST_FRAME, dtype=torch.int64))
+        return torch.cat([frame[1:], tail.cpu()]).numpy()
 
     def abort(self) -> None:
         if self._device.type == "cuda":
             self._group.abort()  # gloo sees the closed sockets by itself
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self._device)
+        tensor = sent(tensor, self._device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(days=1)  # a follower waits for a plan as long as none comes
         self._group.broadcast([tensor], options).wait()
-        return tensor.cpu()
+        return tensor

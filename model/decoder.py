@@ -22,6 +22,7 @@ from kvcache.spec import CacheSpec
 from model.batch import Batch
 from model.comm import Comm
 from model.config import DecoderConfig
+from model.layers import RmsNorm
 from model.model import OnLayer
 from model.rope import rotation
 from model.vocabulary_shard import VocabularyShard
@@ -89,7 +90,9 @@ class Decoder:
             for part in rows.parts:
                 rows.add(part, layer.o(a_TE[part]), layer.o_bias_E)
             for part in rows.parts:
-                rows.add(part, self._mlp(layer, rows.at(part)), layer.down_bias_E)
+                rows.add(
+                    part, self._mlp(layer, rows.normed(part, layer.mlp_norm)), layer.down_bias_E
+                )
         own_RV: Tensor = weights.lm_head(weights.final_norm(rows.all())).float()
         return own_RV
 
@@ -118,7 +121,7 @@ class Decoder:
     ) -> Tensor:
         """Put the new tokens' keys and values into the store; return their queries."""
         num_query, num_kv, width = self._num_query_heads, self._num_kv_heads, self.config.head_dim
-        qkv = [layer.qkv(layer.attention_norm(rows.at(part))) for part in rows.parts]
+        qkv = [layer.qkv(rows.normed(part, layer.attention_norm)) for part in rows.parts]
         qkv_T = torch.cat(qkv) if len(qkv) > 1 else qkv[0]
         qkv_THD = qkv_T.view(len(qkv_T), num_query + 2 * num_kv, width)
         qk_THD, v_THD = qkv_THD[:, : num_query + num_kv], qkv_THD[:, num_query + num_kv :]
@@ -138,8 +141,7 @@ class Decoder:
             sight,
         )
 
-    def _mlp(self, layer: LayerWeights, x_TE: Tensor) -> Tensor:
-        h_TE = layer.mlp_norm(x_TE)
+    def _mlp(self, layer: LayerWeights, h_TE: Tensor) -> Tensor:
         return layer.down(silu_multiply(layer.gate_up(h_TE)))
 
 
@@ -170,6 +172,14 @@ class Residual:
             if bias_E is not None:
                 x_TE += bias_E
         return x_TE
+
+    def normed(self, part: slice, norm: RmsNorm) -> Tensor:
+        """`at`, normalised."""
+        coming = self._coming.get(part.start)
+        if coming is None or coming[1] is not None:
+            return norm(self.at(part))
+        summed, _ = self._coming.pop(part.start)
+        return norm.of_sum(self._x_TE[part], summed())
 
     def all(self) -> Tensor:
         for part in self.parts:

@@ -40,3 +40,10 @@ class RmsNorm:
             length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return (x / length.hypot_(self._floor)).mul_(self._scaled)
         return F.rms_norm(x, x.shape[-1:], None, self._eps) * self.weight
+
+    def of_sum(self, x_TE: Tensor, added_TE: Tensor) -> Tensor:
+        """Add `added_TE` to `x_TE`, in place, and normalise; by a kernel in one pass."""
+        if launches(x_TE):
+            return rms_norm(added_TE, self.weight.view(1, -1), self._eps, x_TE)
+        x_TE += added_TE
+        return self(x_TE)

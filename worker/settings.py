@@ -1,5 +1,6 @@
 """What prefill and decode workers are told at start, checked once."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -49,6 +50,7 @@ class WorkerSettings(BaseModel):
     model: str = "smollm2"
     tp: Count = 1
     device: Literal["cpu", "cuda"] = "cpu"
+    # Where nothing else is asked for, bfloat16 on a card.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     weights: WeightForm = "dense"  # all but `dense` on a CPU only
     # Of the first so many of the vocabulary, q, k and v of the first layer are computed at the
@@ -126,6 +128,13 @@ class WorkerSettings(BaseModel):
     def shows_pool(self) -> bool:
         """Whether processes of this host may be shown the pool, to read it."""
         return False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suit_device(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("device") == "cuda":
+            return {"dtype": "bfloat16"} | dict(values)
+        return values
 
     @model_validator(mode="after")
     def _check_ports(self) -> Self:

@@ -3,13 +3,14 @@
     python tests/gpu/run_all.py
 
 Exit code 0 when all agree, 1 when one does not, 2 when there is no device. Bandwidths stand beside
-that of a plain copy on the same card, which is measured first.
+that of a plain copy, and rates beside that of a large matrix product: both are measured first, on
+the same card.
 """
 
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor
 
+from bench.gpu import FULL, Sizes, product_flop_s
 from kernels.copy_blocks import copy_blocks
 from kernels.gather_blocks import gather_cells
 from kernels.paged_attention import paged_attention
@@ -191,29 +193,51 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def report(device: str) -> None:
-    peak = copy_gb_s(device)
-    print(f"plain copy {peak:10.0f} GB/s read and written")
-    dtype = torch.bfloat16
-    for geometry in GEOMETRIES:
-        print(f"\n{geometry.name}, one layer, blocks of {geometry.block_size}, bfloat16")
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured."""
+
+    geometries: Sequence[Geometry]
+    decodes: Sequence[tuple[int, int]]  # (batch, context)
+    prompt_tokens: int
+    vocabulary: int
+    limits: Sizes
+    dtype: torch.dtype = torch.bfloat16
+
+
+WHOLE = Extent(GEOMETRIES, ((1, 8_192), (32, 2_048), (128, 2_048)), 4_096, 128_256, FULL)
+
+
+def report(device: str, extent: Extent = WHOLE) -> None:
+    dtype = extent.dtype
+    peak = copy_gb_s(device, extent.limits.copied_bytes)
+    product = product_flop_s(extent.limits, device, dtype) / 1e12
+    print(f"plain copy     {peak:10.0f} GB/s read and written")
+    print(f"matrix product {product:10.1f} TFLOP/s", flush=True)
+    for geometry in extent.geometries:
+        print(f"\n{geometry.name}, one layer, blocks of {geometry.block_size}, {dtype}")
         for name, speed in moved_gb_s(geometry, device, dtype).items():
             print(f"  {name:<34}{speed:8.0f} GB/s {speed / peak:6.1%} of the copy")
         for name, speed in layer_gb_s(geometry, device, dtype).items():
             print(f"  {name:<34}{speed:8.0f} GB/s {speed / peak:6.1%} of the copy")
-        for batch, context in ((1, 8_192), (32, 2_048), (128, 2_048)):
+        for batch, context in extent.decodes:
             speed = decode_gb_s(geometry, device, dtype, batch, context)
             name = f"decode, {batch} x {context:,} tokens"
             print(f"  {name:<34}{speed:8.0f} GB/s {speed / peak:6.1%} of the copy")
-        speed = prefill_tflop_s(geometry, device, dtype, 4_096)
-        print(f"  {'prefill, 4,096 tokens':<34}{speed:8.1f} TFLOP/s", flush=True)
-    ours, sorting = sampling_ms(device, num_draws=32, vocabulary=128_256)
-    print(f"\nsample_tokens, 32 draws of 128,256: {ours:.2f} ms, by sorting {sorting:.2f} ms")
+        speed = prefill_tflop_s(geometry, device, dtype, extent.prompt_tokens)
+        name = f"prefill, {extent.prompt_tokens:,} tokens"
+        share = f"{speed / product:6.1%} of the product"
+        print(f"  {name:<34}{speed:8.1f} TFLOP/s {share}", flush=True)
+    ours, sorting = sampling_ms(device, 32, extent.vocabulary)
+    print(
+        f"\nsample_tokens, 32 draws of {extent.vocabulary:,}: {ours:.2f} ms,"
+        f" by sorting {sorting:.2f} ms"
+    )
 
 
 def main() -> int:
     if not torch.cuda.is_available():
-        print("no CUDA device", file=sys.stderr)
+        print("torch sees no CUDA device: nothing was checked", file=sys.stderr)
         return 2
     print(torch.cuda.get_device_name(), flush=True)
     checks = subprocess.run(

@@ -13,6 +13,8 @@ import torch
 
 from bench.gpu import TINY, batch_of, random_weights
 from engine.runner import Runner
+from engine.sampler import Draw, queue_draws
+from engine.sampling_params import SamplingParams
 from engine.step_plan import SlicePlan, StepPlan
 from kvcache.head_map import HeadInterval, HeadMap
 from kvcache.kv_store import KvStore
@@ -113,6 +115,25 @@ def a_step_does_not_wait_for_the_device(device: str) -> str:
     return f"{len(models) * len(plans)} steps"
 
 
+def draws_wait_for_nothing(device: str) -> str:
+    """Of every kind, until somebody reads the tokens."""
+    kinds = (
+        SamplingParams(9, temperature=0.0),
+        SamplingParams(9, temperature=0.7, min_p=0.1),
+        SamplingParams(9, top_k=40, top_p=0.9, repetition_penalty=1.1, logit_bias=((3, 1.0),)),
+    )
+    draws = [Draw(row, params, 0, (1, 2), (3,)) for row, params in enumerate(kinds)]
+    logits = torch.randn(len(draws), 5_000, device=device)
+    want = queue_draws(logits, draws).tolist()
+    _sync_is("error", device)
+    try:
+        got = queue_draws(logits, draws)
+    finally:
+        _sync_is("default", device)
+    assert got.tolist() == want and want[1] == [1, 1, 1]
+    return f"{len(draws)} kinds"
+
+
 def _sync_is(mode: str, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_sync_debug_mode(mode)
@@ -122,6 +143,7 @@ CHECKS: tuple[Callable[[str], str], ...] = (
     cells_leave_and_arrive_beside_a_step,
     recorded_steps_give_the_logits_of_the_decoder,
     a_step_does_not_wait_for_the_device,
+    draws_wait_for_nothing,
 )
 
 

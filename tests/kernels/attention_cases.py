@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.paged_attention import SPLIT, Sight, paged_attention, paged_attention_reference
 from kernels.quantise_kv import write_kv_quantised_reference
-from tests.kernels.cases import TOLERANCE, Case
+from tests.kernels.cases import TOLERANCE, Case, as_bytes
 from tests.kernels.samples import MEMORY_ORDERS, SHAPES, Paged, Shape, in_memory_order, paged
 
 LONG = Shape(2, 3, 64, ((SPLIT + 1, 1), (3 * SPLIT, 1), (40, 1), (2 * SPLIT + 130, 1)))
@@ -45,6 +45,8 @@ def attention_cases(device: str) -> Iterator[Case]:
             yield f"paged_attention {name} windows", windows
         for stored in (torch.int8, torch.float8_e4m3fn):
             yield f"paged_attention {name} {stored}", partial(attend_narrow, shape, stored, device)
+    float8 = partial(attend_narrow, SEEN["chunks"], torch.float8_e4m3fn, device)
+    yield "paged_attention chunks float8 in bytes", partial(as_bytes, float8)
 
 
 def attend(shape: Shape, dtype: torch.dtype, device: str, block_size: int = 16) -> None:

@@ -1,6 +1,7 @@
 """What the kernels' cases have in common."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -8,6 +9,12 @@ from torch import Tensor
 Case = tuple[str, Callable[[], None]]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def as_bytes(check: Callable[[], None]) -> None:
+    """The check as on a card that knows no float8."""
+    with mock.patch("kernels.quantise_kv.knows_float8", lambda: False):
+        check()
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:

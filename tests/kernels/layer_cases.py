@@ -16,7 +16,7 @@ from kernels.quantise_kv import (
 from kernels.rms_norm import rms_norm, rms_norm_reference
 from kernels.rotate_write import rotate_write, rotate_write_reference
 from kernels.silu_multiply import silu_multiply, silu_multiply_reference
-from tests.kernels.cases import TOLERANCE, Case, random_values, same_bits
+from tests.kernels.cases import TOLERANCE, Case, as_bytes, random_values, same_bits
 from tests.kernels.samples import MEMORY_ORDERS, in_memory_order
 
 ROWS = [(1, 576), (7, 33), (5, 4096), (3, 1), (0, 64)]
@@ -39,10 +39,15 @@ def layer_cases(device: str) -> Iterator[Case]:
             for stored in MOST:
                 name = f"quantise_kv {heads} {dtype} {stored}"
                 yield name, partial(quantise, heads, dtype, stored, device)
+        float8 = partial(quantise, HEADS[2], dtype, torch.float8_e4m3fn, device)
+        yield f"quantise_kv {HEADS[2]} {dtype} float8 in bytes", partial(as_bytes, float8)
     yield "rms_norm beside a row that is not finite", partial(norm_beside_nan, device)
     yield "silu_multiply beside a row that is not finite", partial(gate_beside_nan, device)
     yield "rotate_write beside a row that is not finite", partial(turn_beside_nan, device)
     yield "quantise_kv of rows that are not finite", partial(quantise_broken, device)
+    every = partial(quantise_every_float8, device)
+    yield "quantise_kv of every float8", every
+    yield "quantise_kv of every float8 in bytes", partial(as_bytes, every)
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
@@ -174,3 +179,15 @@ def quantise_broken(device: str) -> None:
         got = read_kv_quantised(pool, scales, torch.tensor([0], device=device), torch.float32)
         sound = got.cpu()[0, :, 0].isfinite().all(-1)
         assert sound[:, :3].tolist() == [[False, False, True]] * 2, stored
+
+
+def quantise_every_float8(device: str) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = values[values.isfinite()]  # 448 among them, so that the scale is 1
+    row = values.view(1, 1, -1).to(device)
+    pool = torch.zeros(1, 2, 1, 8, len(values)).to(torch.float8_e4m3fn).to(device)
+    scales, slots = torch.zeros(1, 2, 1, 8, device=device), torch.tensor([3], device=device)
+    write_kv_quantised(pool, scales, row, row, slots)
+    assert torch.equal(pool[0, 1, 0, 3].cpu().float(), values)
+    got = read_kv_quantised(pool, scales, torch.tensor([0], device=device), torch.float32)
+    assert torch.equal(got[0, 0, 0, 3].cpu(), values)

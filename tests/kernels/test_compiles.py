@@ -1,129 +1,87 @@
-"""The kernels compile for CUDA devices, which needs none."""
+"""Every kernel compiles for CUDA cards, which needs none, just as it is launched on one.
+
+The launches outside of CI take minutes: `make test-timed ARGS=tests/kernels/test_compiles.py`.
+"""
+
+import re
+from pathlib import Path
 
 import pytest
-import torch
 
-triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from kernels.copy_blocks import _copy_blocks  # noqa: E402
-from kernels.gather_blocks import _gather_cells  # noqa: E402
-from kernels.paged_attention import (  # noqa: E402
-    DOT_DTYPES,
-    SPLIT,
-    TILE,
-    _join_splits,
-    _paged_attention,
-    max_width,
-)
-from kernels.quantise_kv import _read_kv_quantised, _write_kv_quantised  # noqa: E402
-from kernels.rms_norm import _rms_norm  # noqa: E402
-from kernels.rotate_write import _rotate_write  # noqa: E402
-from kernels.sample_tokens import _sample_tokens  # noqa: E402
-from kernels.scatter_blocks import _scatter_cells  # noqa: E402
-from kernels.silu_multiply import _silu_multiply  # noqa: E402
-from kernels.write_kv import _write_kv  # noqa: E402
+from kernels.launch import tl, triton
+from tests.kernels.absent_card import SHARED_BYTES, Built, absent_card
+from tests.kernels.launches import Heads, Launch, empty, launches
 
-AMPERE, HOPPER = 80, 90
-SHARED_BYTES = {AMPERE: 163 << 10, HOPPER: 227 << 10}  # a program may use at most
+CARDS = {"Ampere": 80, "Hopper": 90}
+MOVED = ("_gather_cells", "_scatter_cells", "_copy_blocks", "_rms_norm", "_silu_multiply")
+LAUNCHES = list(launches())
+on_each_card = pytest.mark.parametrize("card", CARDS)
 
 
-def compiled_shared_bytes(
-    kernel: object,
-    pointers: dict[str, str],
-    constants: dict[str, object],
-    capability: int,
-    options: dict[str, int] | None = None,
-) -> int:
-    names = list(kernel.arg_names)  # type: ignore[attr-defined]
-    signature = {name: "i32" for name in names} | pointers | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert built.asm["cubin"]
-    return int(built.metadata.shared)
+def built_for(card: str, launch: Launch) -> list[Built]:
+    with absent_card(CARDS[card]) as absent:
+        launch.call()
+    for program in absent.built:
+        assert program.shared_bytes <= SHARED_BYTES[absent.capability], program.name
+    return absent.built
 
 
+@on_each_card
 @pytest.mark.parametrize(
-    ("kernel", "pointers"),
-    [
-        (_gather_cells, {"pool": "*bf16", "block_ids": "*i64", "cells": "*bf16"}),
-        (_scatter_cells, {"cells": "*bf16", "pool": "*bf16", "block_ids": "*i64"}),
-        (_copy_blocks, {"pool": "*bf16", "src": "*i64", "dst": "*i64"}),
-        (_write_kv, {"pool": "*bf16", "k": "*bf16", "v": "*bf16", "slots": "*i64"}),
-    ],
+    "launch", [each for each in LAUNCHES if each.in_ci], ids=lambda it: it.name
 )
-def test_the_copying_kernels_compile(kernel: object, pointers: dict[str, str]) -> None:
-    constants: dict[str, object] = {"WIDTH": 64} if kernel is _write_kv else {"CHUNK": 1024}
-    if kernel in (_gather_cells, _scatter_cells):
-        constants |= {"slot_stride": 512, "head_dim": 64}
-    compiled_shared_bytes(kernel, pointers, constants, HOPPER)
+def test_what_is_launched_compiles_and_fits_the_card(card: str, launch: Launch) -> None:
+    assert built_for(card, launch)
 
 
-LAYER_KERNELS = [
-    (_rms_norm, {"WIDTH": 4096, "SUMMED": True}),
-    (_silu_multiply, {"CHUNK": 1024}),
-    (_rotate_write, {"WIDTH": 128}),
-    (_write_kv_quantised, {"WHOLE": False, "WIDTH": 128}),
-    (_read_kv_quantised, {"CHUNK": 1024}),
-    (_join_splits, {"WIDTH": 128, "SPLIT": SPLIT}),
-    (_sample_tokens, {"SORTS": True, "CHUNK": 4096}),
-    (_sample_tokens, {"SORTS": False, "CHUNK": 4096}),
-]
-FLOATS = ("x", "residual", "weights", "out", "gate_up", "q", "k", "v", "cos", "sin", "kv")
-TYPES = {
-    **dict.fromkeys(FLOATS, "*bf16"),
-    **dict.fromkeys(("scales", "parts", "tops", "totals"), "*fp32"),
-    **dict.fromkeys(("slots", "block_ids", "query_starts", "context_lens"), "*i64"),
-    **dict.fromkeys(("eps", "most", "tiny", "scale_log2"), "fp32"),
-    "pool": "*bf16",
-    "block_tables": "*i64",
-    "logits": "*fp32",
-    **dict.fromkeys(("temperatures", "min_ps", "top_ps", "noises"), "*fp64"),
-    **dict.fromkeys(("top_ks", "tokens"), "*i64"),
-}
-
-
-@pytest.mark.parametrize(("kernel", "constants"), LAYER_KERNELS, ids=lambda value: str(value)[:40])
-def test_the_kernels_of_a_layer_compile(kernel: object, constants: dict[str, object]) -> None:
-    pool = "*fp8e4nv" if kernel in (_write_kv_quantised, _read_kv_quantised) else "*bf16"
-    types = {name: kind for name, kind in TYPES.items() if name in kernel.arg_names}  # type: ignore[attr-defined]
-    if "pool" in types:
-        types["pool"] = pool
-    if kernel is _sample_tokens:
-        types["weights"] = "*fp64"
-    compiled_shared_bytes(kernel, types, constants, HOPPER)
-
-
+@pytest.mark.timed
+@on_each_card
 @pytest.mark.parametrize(
-    ("capability", "queries", "split", "windowed", "stored", "head_dim"),
-    [
-        (AMPERE, 8, 0, False, "*bf16", 128),
-        (AMPERE, 8, 0, False, "*bf16", max_width(torch.bfloat16)),
-        (AMPERE, 8, 0, True, "*i8", 128),
-        (HOPPER, 2, SPLIT, False, "*bf16", 128),
-        (HOPPER, 2, SPLIT, True, "*fp8e4nv", 128),
-    ],
+    "launch", [each for each in LAUNCHES if not each.in_ci], ids=lambda it: it.name
 )
-def test_attention_compiles_and_fits_shared_memory(
-    capability: int, queries: int, split: int, windowed: bool, stored: str, head_dim: int
-) -> None:
-    types = {name: kind for name, kind in TYPES.items() if name in _paged_attention.arg_names}
-    constants: dict[str, object] = {
-        "slot_stride": head_dim,
-        "num_slots": 16,
-        "head_dim": head_dim,
-        "GROUP": 8,
-        "GROUP_ROWS": 8,
-        "QUERIES": queries,
-        "WIDTH": head_dim,
-        "TILE": TILE,
-        "SPLIT": split,
-        "WINDOWED": windowed,
-        "QUANTISED": stored != "*bf16",
-        "DOT": DOT_DTYPES[torch.bfloat16],
-    }
-    types["pool"] = stored
-    options = {"num_warps": 4 if split else 8, "num_stages": 2}
-    shared = compiled_shared_bytes(_paged_attention, types, constants, capability, options)
-    assert shared <= SHARED_BYTES[capability]
+def test_whatever_else_is_launched_does_so_too(card: str, launch: Launch) -> None:
+    assert built_for(card, launch)
+
+
+def test_every_kernel_is_launched() -> None:
+    folder = Path(__file__).parents[2] / "kernels"
+    sources = "".join(path.read_text() for path in folder.glob("*.py"))
+    with absent_card(CARDS["Hopper"], compiles=False) as card:
+        for launch in LAUNCHES:
+            launch.call()
+    assert {each.name for each in card.built} == set(
+        re.findall(r"^ +(_\w+)\[.*\]\($", sources, re.M)
+    )
+
+
+@on_each_card
+def test_what_moves_memory_moves_16_bytes_a_thread(card: str) -> None:
+    moving = [each for each in LAUNCHES if each.in_ci and "int8" not in each.name]
+    found = set()
+    for launch in (each for each in moving if each.name.startswith(("copies", "norm"))):
+        for built in built_for(card, launch):
+            if built.name in MOVED:
+                assert "ld.global.v4.b32" in built.ptx and "st.global.v4.b32" in built.ptx, launch
+                found.add(built.name)
+    attention = f"paged_attention {Heads()} torch.bfloat16"
+    for launch in (
+        each for each in moving if each.name in (f"{attention} decode", f"{attention} prompt")
+    ):
+        built = built_for(card, launch)[0]
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+),", built.ptx)
+        assert copies and set(copies) == {"0x10"}, launch
+        assert re.search(r"wgmma|mma\.sync", built.ptx)
+        found.add(built.name)
+    assert found == {*MOVED, "_paged_attention"}
+
+
+@triton.jit
+def _of_a_length_no_card_has(x):  # type: ignore[no-untyped-def]
+    tl.store(x + tl.arange(0, 3), 0)
+
+
+def test_what_only_the_interpreter_would_take_is_refused() -> None:
+    with absent_card(CARDS["Hopper"]), pytest.raises(Exception, match="power of 2"):
+        _of_a_length_no_card_has[(1,)](empty(3))

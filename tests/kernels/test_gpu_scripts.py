@@ -3,11 +3,15 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench import gpu
+from bench.gpu import SMALL
 from tests.gpu import run_all, serving
 
 ROOT = Path(__file__).parents[2]
@@ -31,14 +35,26 @@ def test_the_benchmark_of_steps_runs_whole_on_a_tiny_model(tmp_path: Path) -> No
     assert all(row["ours"] > 0 and row["peer_value"] > 0 and row["limit"] > 0 for row in rows)
 
 
-def test_every_kernel_is_timed() -> None:
+def test_every_kernel_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     small = run_all.Geometry("small", num_kv_heads=2, group=2, head_dim=16, num_blocks=600)
-    speeds = run_all.moved_gb_s(small, "cpu", torch.float32)
-    speeds |= run_all.layer_gb_s(small, "cpu", torch.float32)
-    assert len(speeds) == 9 and all(speed > 0 for speed in speeds.values())
-    assert run_all.decode_gb_s(small, "cpu", torch.float32, batch=2, context=40) > 0
-    assert run_all.prefill_tflop_s(small, "cpu", torch.float32, tokens=40) > 0
-    assert all(took > 0 for took in run_all.sampling_ms("cpu", num_draws=2, vocabulary=300))
+    run_all.report("cpu", run_all.Extent([small], [(2, 40)], 40, 300, SMALL, torch.float32))
+    lines = capsys.readouterr().out.splitlines()
+    moving = [line.split()[0] for line in lines if line.endswith("of the copy")]
+    kernels = "gather_blocks scatter_blocks copy_blocks write_kv rms_norm silu_multiply"
+    assert moving == [*kernels.split(), "rotate_write", "quantise_kv,", "quantise_kv,", "decode,"]
+    assert [line.split()[0] for line in lines if line.endswith("of the product")] == ["prefill,"]
+    assert lines[-1].startswith("sample_tokens, 32 draws of 300: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("script", [run_all.main, partial(gpu.main, [])])
+def test_without_a_card_a_sentence_says_that_nothing_was_done(
+    script: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script() == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("torch sees no CUDA device: nothing was ")
 
 
 def test_the_checks_of_steps_run_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,12 @@ def test_nccl_without_cuda_is_refused_before_anything_starts() -> None:
         WorkerSettings.model_validate({"name": "w", "wires": ("nccl",)})
 
 
+def test_a_card_computes_in_bf16_unless_it_is_told_otherwise() -> None:
+    assert WorkerSettings(name="w").dtype == "float32"
+    assert WorkerSettings(name="w", device="cuda").dtype == "bfloat16"
+    assert WorkerSettings(name="w", device="cuda", dtype="float16").dtype == "float16"
+
+
 def test_packed_weights_are_for_cpus() -> None:
     with pytest.raises(ValueError, match="weights int8 need device cpu, not cuda"):
         WorkerSettings(name="w", weights="int8", device="cuda")
