@@ -6,8 +6,8 @@ out. One lock guards pool, scheduler and roster. It is not held while the model 
 never wait for a forward pass, and what they ask for takes effect after it.
 Every accepted request ends exactly once: with the last token of its last choice, or with Failed.
 
-When the model raises or a rank is lost, every request fails and the engine is over. Its process is
-expected to end, and whoever watches it to start another.
+When the model raises, or gives one request after another no numbers, or a rank is lost, every request
+fails and the engine is over. Its process is expected to end, and whoever watches it to start another.
 """
 
 import logging
@@ -49,9 +49,14 @@ class EngineConfig:
     vocab_size: int | None = None  # None: whoever sends tokens has checked them
     max_context: int | None = None
     idle_beat_s: float = 1.0  # how often an idle engine tells its ranks that it lives
+    max_nonfinite_in_a_row: int = 8  # requests, without a token between them
     lost_rank_grace_s: float = 1.0  # how long a failed step waits to learn that a rank is gone
     recheck_share: float = 1 / 64  # of cached blocks, whenever they are to be shared
     quiet_s: float = 0.02  # without work, before blocks without a digest get theirs
+
+
+class ModelBroken(Exception):
+    """What comes out of it is no numbers, whatever goes in: its weights may have been damaged."""
 
 
 class Engine:
@@ -379,7 +384,10 @@ class Engine:
             if self._death is not None:
                 return  # everything has failed meanwhile
             told = self._roster.commit(step, drawn, first)
+            num_nonfinite = self._roster.stats.nonfinite_in_a_row
         self._deliver(told)
+        if num_nonfinite >= self._config.max_nonfinite_in_a_row:
+            raise ModelBroken(f"the model gave {num_nonfinite} requests in a row no finite logits")
 
     def _run(self) -> None:
         try:

@@ -51,6 +51,7 @@ class Stats:
     computed_prompts: int = 0
     generated_tokens: int = 0
     nonfinite_requests: int = 0  # of the failed: the model's logits were no numbers
+    nonfinite_in_a_row: int = 0  # of these, since a token was last drawn
     rechecked_blocks: int = 0  # held against their digests, before they were shared
     rotten_blocks: int = 0  # of them: changed since they were cached
     disowned_blocks: int = 0  # dropped with these, because they follow them
@@ -284,9 +285,12 @@ class Roster:
             untold: list[Delivery] = [] if request.request_id in early else out
             if len(tokens) < len(_numbers(part.choice)):
                 self._stats.nonfinite_requests += 1
+                self._stats.nonfinite_in_a_row += 1
                 reason = f"the model gave no finite logits for token {len(part.choice.output)}"
                 self._fail(request, "INTERNAL", reason, out)
-            elif request.hold:
+                continue
+            self._stats.nonfinite_in_a_row = 0
+            if request.hold:
                 self._finish_held(part.choice, tokens, untold)
             elif part.choice.output:
                 self._append([part.choice], tokens, untold)

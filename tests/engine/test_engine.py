@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.engine import ModelBroken
 from engine.load import share
 from engine.request import (
     Admitted,
@@ -157,6 +158,19 @@ def test_logits_that_are_no_numbers_end_their_request_and_no_other() -> None:
     assert bytes(well.text) == b"bcdefgha"
     assert worker.engine.stats().nonfinite_requests == 1
     assert worker.is_empty()
+
+
+def test_a_model_that_gives_no_numbers_any_more_ends_its_engine() -> None:
+    worker = SmallWorker(model=Recites(b"abcdefgh", spoil=lambda position: position >= 20))
+    for _ in range(3):
+        sick = [worker.add([1] * 18, 8) for _ in range(3)]
+        worker.drain()
+        assert {heard.failure.code for heard in sick if heard.failure is not None} == {"INTERNAL"}
+        assert len(worker.ask([1] * 2, 8).text) == 8  # the others' tokens tell that it is well
+    for _ in range(8):
+        worker.add([1] * 20, 8)
+    with pytest.raises(ModelBroken, match="gave 8 requests in a row no finite logits"):
+        worker.drain()
 
 
 def test_a_listener_that_fails_loses_its_request_and_no_other() -> None:
