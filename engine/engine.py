@@ -6,8 +6,9 @@ out. One lock guards pool, scheduler and roster. It is not held while the model 
 never wait for a forward pass, and what they ask for takes effect after it.
 Every accepted request ends exactly once: with the last token of its last choice, or with Failed.
 
-When the model raises, or gives one request after another no numbers, or a rank is lost, every request
-fails and the engine is over. Its process is expected to end, and whoever watches it to start another.
+When the model raises, or gives one request after another no numbers, or a rank is lost, every
+request fails and the engine is over. Its process is expected to end, and whoever watches it to
+start another.
 """
 
 import logging

@@ -58,7 +58,11 @@ def attend(shape: Shape, dtype: torch.dtype, device: str, block_size: int = 16) 
 
 
 def attend_alike(shape: Shape, device: str) -> None:
-    dtype = torch.float32
+    for dtype in (torch.float32,) if shape is LONG else TOLERANCE:
+        attend_alike_in(dtype, shape, device)
+
+
+def attend_alike_in(dtype: torch.dtype, shape: Shape, device: str) -> None:
     first = paged_attention(*paged(shape, 128, dtype, device, fragmented=False).arguments)
     for block_size in (8, 64) if shape is LONG else (8, 16, 32, 64):
         q, pool, *tables, scale = paged(shape, block_size, dtype, device).arguments
