@@ -75,7 +75,9 @@ class CudaDevice:
         return CudaStream(torch.cuda.current_stream(self.device))
 
     def side(self) -> Stream:
-        return CudaStream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        # Before what a step has queued: its kernels fill the card, and cells are few and awaited.
+        stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        return CudaStream(stream)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
