@@ -6,6 +6,9 @@ of warps that a card would get; and what mixes devices, or reads a value, fails 
 or worse.
 """
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +33,11 @@ WAITING = {
     aten.is_nonzero,
     aten.masked_select,
 }
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # a program may use at most, by compute capability
+SHARED_BYTES = {
+    80: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+}  # a program may use at most, by compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,18 @@ class Built:
     name: str
     ptx: str
     shared_bytes: int
+    machine_code: bytes
+
+    def stack_bytes(self) -> int:
+        """Of each thread, for what registers do not hold; by NVIDIA's cuobjdump."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.machine_code)
+            file.flush()
+            asked = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        found = re.search(r"STACK:(\d+)", said)
+        assert found, said
+        return int(found[1])
 
 
 class AbsentCard:
@@ -156,11 +175,12 @@ def absent_card(capability: int, *, compiles: bool = True) -> Iterator[AbsentCar
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         assert all(size > 0 for size in grid), f"{self.__name__} over {grid}"
         if not compiles:
-            card.built.append(Built(self.__name__, "", 0))
+            card.built.append(Built(self.__name__, "", 0, b""))
             return
         pointers = [_Pointer(arg) if isinstance(arg, Tensor) else arg for arg in args]
         built = compile_or_find(self, *pointers, grid=grid, warmup=True, **kwargs)
-        card.built.append(Built(self.__name__, built.asm["ptx"], built.metadata.shared))
+        asm, shared_bytes = built.asm, built.metadata.shared
+        card.built.append(Built(self.__name__, asm["ptx"], shared_bytes, asm["cubin"]))
 
     config = triton.runtime.driver
     before = config._active

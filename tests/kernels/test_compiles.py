@@ -14,10 +14,10 @@ from kernels.launch import tl, triton
 from tests.kernels.absent_card import SHARED_BYTES, Built, absent_card
 from tests.kernels.launches import Heads, Launch, empty, launches
 
-CARDS = {"Ampere": 80, "Hopper": 90}
+CARDS = {"Ampere": 80, "Ada": 89, "Hopper": 90}
 MOVED = ("_gather_cells", "_scatter_cells", "_copy_blocks", "_rms_norm", "_silu_multiply")
 LAUNCHES = list(launches())
-on_each_card = pytest.mark.parametrize("card", CARDS)
+on_each_card = pytest.mark.parametrize("card", ["Ampere", "Hopper"])
 
 
 def built_for(card: str, launch: Launch) -> list[Built]:
@@ -75,6 +75,14 @@ def test_what_moves_memory_moves_16_bytes_a_thread(card: str) -> None:
         assert re.search(r"wgmma|mma\.sync", built.ptx)
         found.add(built.name)
     assert found == {*MOVED, "_paged_attention"}
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("news", ["decode", "prompt"])
+def test_attention_in_bf16_keeps_its_sums_in_registers(card: str, news: str) -> None:
+    name = f"paged_attention {Heads()} torch.bfloat16 {news}"
+    (launch,) = (each for each in LAUNCHES if each.name == name)
+    assert [built.stack_bytes() for built in built_for(card, launch)] in ([0], [0, 0])
 
 
 @triton.jit
