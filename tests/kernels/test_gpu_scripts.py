@@ -57,6 +57,16 @@ def test_without_a_card_a_sentence_says_that_nothing_was_done(
     assert err.startswith("torch sees no CUDA device: nothing was ")
 
 
+def test_checks_that_fail_or_do_not_end_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    well, ill = "print('ok')", "print('FAILED'); raise SystemExit(1)"
+    commands = [[sys.executable, "-c", code] for code in (well, ill)]
+    assert run_all.num_wrong(commands, timeout_s=300) == 1
+    assert capsys.readouterr().out == "ok\nFAILED\n"
+    waits = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    assert run_all.num_wrong([waits], timeout_s=0.1) == 1
+    assert capsys.readouterr().out == "NOT DONE after 0.1 s\n"
+
+
 def test_the_checks_of_steps_run_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.num_failed("cpu") == 0
     assert capsys.readouterr().out.count("\nok     ") == len(serving.CHECKS) - 1
