@@ -81,7 +81,7 @@ class _Pointer(MockTensor):  # type: ignore[misc]
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.dtype)
-        self._offset_bytes = tensor.storage_offset() * tensor.itemsize
+        self._offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
 
     def data_ptr(self) -> int:
         return self._offset_bytes

@@ -58,7 +58,8 @@ def attend(shape: Shape, dtype: torch.dtype, device: str, block_size: int = 16) 
 
 
 def attend_alike(shape: Shape, device: str) -> None:
-    for dtype in (torch.float32,) if shape is LONG else TOLERANCE:
+    also = (torch.bfloat16,) if shape is SHAPES["chunks"] else ()
+    for dtype in (torch.float32, *also):
         attend_alike_in(dtype, shape, device)
 
 

@@ -126,7 +126,7 @@ def norm(width: int, dtype: torch.dtype) -> None:
 def turn(heads: Heads, dtype: torch.dtype) -> None:
     num_kv, num_query = heads.num_kv, heads.num_kv * heads.group
     qkv = empty(7, num_query + 2 * num_kv, heads.dim, dtype=dtype)
-    q, k, v = qkv.split([num_query, num_kv, num_kv], 1)
+    q, k, v = torch.split(qkv, [num_query, num_kv, num_kv], 1)
     angles = empty(7, heads.dim, dtype=dtype)
     rotate_write(q, k, v, angles, angles, pool(heads, dtype), empty(7))
 
@@ -135,7 +135,7 @@ def quantise(heads: Heads, dtype: torch.dtype, stored: torch.dtype) -> None:
     blocks = pool(heads, stored)
     scales = empty(*blocks.shape[:4], dtype=FP32)
     tokens = empty(7, 2 * heads.num_kv, heads.dim, dtype=dtype)
-    k, v = tokens.split(heads.num_kv, 1)
+    k, v = torch.split(tokens, heads.num_kv, 1)
     write_kv_quantised(blocks, scales, k, v, empty(7))
     read_kv_quantised(blocks, scales, empty(20), dtype)
 
