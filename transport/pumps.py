@@ -114,8 +114,9 @@ class Pumps:
         except BlockRotten as error:  # decode takes nothing of it
             try:  # before anybody hears that this failed and tries again, the engine knows why
                 await self._found_rotten(error.block_ids)
-            except Exception:  # whoever reads the blocks next finds it out
-                log.exception("rotten_blocks_not_told", transfer=str(departure.order.key))
+            except Exception as untold:  # whoever reads the blocks next finds it out
+                key = str(departure.order.key)
+                log.warning("rotten_blocks_not_told", transfer=key, reason=repr(untold))
             self._departures.fail(departure, Code.DATA_LOSS, f"{pair.where()}: {error}")
         except OSError as error:  # of this wire: another pair may do better
             self._departures.fail(
