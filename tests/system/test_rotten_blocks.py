@@ -1,12 +1,14 @@
 """A byte of a cached block changes, on either worker and any rank: nobody gets a token of it."""
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc
 import pytest
 
 from engine.sampling_params import SamplingParams
 from kvcache.block_hash import PUBLIC, name_blocks
+from kvcache.kv_store import KvStore
 from kvcache.ledger_row import Reason
 from model.checksum_reference import checksum_continuation
 from model.config import ChecksumConfig
@@ -70,6 +72,32 @@ async def test_a_changed_block_on_any_rank_is_dropped_by_all_and_gives_no_token(
             assert (answer.decode_cached_blocks, answer.shipped_blocks) == (2, 3)
         assert broken.engine.stats().rotten_blocks == 1
         assert rotten_rows(broken) == 1
+        await decode.settled()
+        await prefill.settled()
+
+
+async def test_every_full_block_that_is_shipped_was_digested_by_the_layer_that_filled_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: dict[int, list[int]] = {}
+    note_cells = KvStore.note_cells
+
+    def note(store: KvStore, layer: int, block_ids: Sequence[int]) -> None:
+        assert store.kept.known(layer, block_ids, range(len(store.kv_heads))) is None
+        note_cells(store, layer, block_ids)
+        noted.setdefault(layer, []).extend(block_ids)
+
+    monkeypatch.setattr(KvStore, "note_cells", note)
+    wire = LoopbackWire()
+    async with (
+        prefill_worker(SOURCE, wire, 1, num_blocks=16) as prefill,
+        decode_worker(SOURCE, wire, 1, num_blocks=16) as decode,
+    ):
+        assert (await disaggregated(prefill, decode, PROMPT, GREEDY)).tokens == [RIGHT]
+        held = prefill.engine.pin(NAMES)
+        prefill.engine.unpin(list(held.values()))
+        full = [held[name] for name in NAMES]
+        assert noted == dict.fromkeys(range(prefill.parts[0].store.num_layers), full)
         await decode.settled()
         await prefill.settled()
 
