@@ -114,7 +114,12 @@ class KeptDigests:
         place = self._cells(ids, heads)
         known_NH = self._known_NLH[:, self._place[layer]]
         with self._lock:
-            known_BH, here_BHP = known_NH[place], self._digests[layer][place]
+            known_BH = known_NH[place]
+            if not known_BH.any() and np.array_equal(self._written[ids], written_B):
+                self._digests[layer][place] = digests_BHP
+                known_NH[place] = True
+                return []
+            here_BHP = self._digests[layer][place]
             if known_BH.all() and np.array_equal(here_BHP, digests_BHP):
                 return []
             calm_B1 = (self._written[ids] == written_B)[:, None]

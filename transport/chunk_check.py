@@ -2,16 +2,20 @@
 
 import struct
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from kvcache.cells import digests_to_bytes
 from protos.transfer_pb2 import Chunk
 from transport.orders import ShipmentKey
 
 _PLACE = struct.Struct("<IQQIIIIQII")
 
 
-def chunk_check(key: ShipmentKey, chunk: Chunk) -> int:
-    """xxh3-64 over the shipment's key and everything a chunk says of itself, its digests included.
+def chunk_check(key: ShipmentKey, chunk: Chunk, digests: NDArray[np.uint64] | None = None) -> int:
+    """xxh3-64 over the shipment's key and everything a chunk says of itself, its digests included:
+    these, where they came with its cells.
 
     A chunk of another shipment, or with a damaged header, does not bear it. It is never 0, which in
     place of one says that a chunk was given up.
@@ -29,4 +33,5 @@ def chunk_check(key: ShipmentKey, chunk: Chunk) -> int:
         chunk.piece_blocks,
     )
     heads = struct.pack(f"<{len(chunk.heads)}I", *chunk.heads)
-    return xxh3_64_intdigest(b"".join((key.transfer_id, place, heads, chunk.digests))) or 1
+    proofs = chunk.digests if digests is None else digests_to_bytes(digests)
+    return xxh3_64_intdigest(b"".join((key.transfer_id, place, heads, proofs))) or 1

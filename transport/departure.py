@@ -228,7 +228,6 @@ def _pour(
     chunk: Chunk,
     outlet: Outlet,
 ) -> tuple[Chunk, int]:
-    """`chunk` gets the digests of what has left."""
     source, run, key = _cut(source, departure), part.run, departure.order.key
     digests = _digests(departure, heads, run)
     cells = (run.layer, run.block_ids, heads, run.tail_tokens)
@@ -240,8 +239,7 @@ def _pour(
         raise
     if (room := outlet.rest(digests)) is not None:
         source.gather_cells(*cells, room, digests)
-    chunk.digests = digests_to_bytes(digests)
-    return chunk, chunk_check(key, chunk)
+    return chunk, chunk_check(key, chunk, digests)
 
 
 def _point(

@@ -198,7 +198,7 @@ class Departures:
             self.left(departure, rank)
             if pair.committed:
                 continue
-            if pair.seal_sent and not departure.outgoing.over:
+            if pair.seal_sent and pair.all_left and not departure.outgoing.over:
                 unknown.append(departure)
                 continue
             lost = f"the link to {departure.name_of(rank)} is lost at {pair.where()}: {reason}"

@@ -62,6 +62,18 @@ class FrameSocket:
             return None
         return self.write(partial(self._write, [memoryview(head)[sent:]]))
 
+    def send_at_once(self, frame: bytes) -> bool:
+        """Send if nothing waits, and the socket takes any. Whether it did. Raises LinkClosed."""
+        if not self._open:
+            raise LinkClosed("the socket is closed")
+        if self._writer.num_waiting:
+            return False
+        head = HEADER.pack(len(frame), 0, INLINE) + frame
+        sent = self._send_now(head)
+        if 0 < sent < len(head):
+            self.write(partial(self._write, [memoryview(head)[sent:]]))
+        return sent > 0
+
     def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
         """Send what `fill` builds, after all that was sent before. Raises LinkClosed."""
         return self.write(partial(self._load, num_bytes, fill))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.cell_catcher import CellCatcher
-from kvcache.cells import bad_cells, digests_from_bytes, digests_to_bytes
+from kvcache.cells import bad_cells, digests_from_bytes
 from kvcache.mapped_pool import MappedCells
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import CellRun, Chunk, Frame
@@ -191,10 +191,7 @@ def catch(landing: Landing, run: CellRun, chunk: Chunk, catcher: Catcher) -> Lan
         if cells.seal == GIVEN_UP:
             cells.forget()
             return Landed(written=False)
-        sent = Chunk()
-        sent.CopyFrom(chunk)
-        sent.digests = digests_to_bytes(cells.digests)
-        if cells.seal != chunk_check(landing.order.key, sent):
+        if cells.seal != chunk_check(landing.order.key, chunk, cells.digests):
             cells.forget()
             rows = np.arange(len(cells.digests))
             return _landed(landing, run, rows, "its digests are not those that were sent")

@@ -63,6 +63,14 @@ class Link(Protocol):
         """End the link at both ends. Frames already sent may still arrive."""
 
 
+@runtime_checkable
+class Poster(Protocol):
+    """A link that may take a small frame without a turn of the loop."""
+
+    def post(self, frame: Frame) -> bool:
+        """Send it at once, if nothing waits before it. Whether that was so. Raises LinkClosed."""
+
+
 Fill = Callable[[memoryview], Frame | None]
 
 

@@ -70,6 +70,7 @@ class _Flight:
     part: Part
     num_bytes: int
     sent_at: float | None = None
+    leaving: bool = False  # what is sent from now on comes behind it
     resends: int = 0
 
 
@@ -121,9 +122,15 @@ class OutgoingPair:
 
     @property
     def all_sent(self) -> bool:
-        """Everything sealed so far is on the wire."""
-        sent = all(flight.sent_at is not None for flight in self._flights.values())
+        """Everything sealed so far is on the wire, or will be before what is sent now."""
+        flights = self._flights.values()
+        sent = all(flight.leaving or flight.sent_at is not None for flight in flights)
         return sent and not self._again and not self._has_waiting()
+
+    @property
+    def all_left(self) -> bool:
+        """Nothing that was taken waits for the wire."""
+        return all(flight.sent_at is not None for flight in self._flights.values())
 
     def grant(self, first_block: int, window_bytes: int) -> bool:
         """Take credit; the first one counts. Returns whether this was it."""
@@ -172,6 +179,11 @@ class OutgoingPair:
         self.bytes_sent += num_bytes
         self._flights[part.seq] = _Flight(part, num_bytes)
         return part
+
+    def leaves(self, seq: int) -> None:
+        """The chunk waits for its turn on a wire that keeps the order."""
+        if seq in self._flights:
+            self._flights[seq].leaving = True
 
     def sent(self, seq: int, now: float) -> None:
         if seq in self._flights:
@@ -233,7 +245,7 @@ class OutgoingPair:
         assert set(self._again) <= self._flights.keys()
 
     def _requeue(self, flight: _Flight) -> None:
-        flight.sent_at = None
+        flight.sent_at, flight.leaving = None, False
         self._again.append(flight.part.seq)
 
     def _has_waiting(self) -> bool:

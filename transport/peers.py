@@ -71,6 +71,17 @@ class Peers:
                 refusal = str(quarantined)
         raise TransferFailed(Code.UNAVAILABLE, refusal)
 
+    def port_at_hand(self, order: ShipmentOrder, rank: int) -> Port | None:
+        """As `port_to`, of a link over the order's first wire that is open already."""
+        target = order.target
+        address = (order.wire, target.rank_addresses[rank])
+        port, dialling = self._ports.get(address), self._dialling.get(address)
+        if port is None or not port.open or (dialling is not None and dialling.locked()):
+            return None
+        hello, welcome = port.link.hello, port.link.welcome
+        there = (hello.decode_instance, welcome.decode_rank, welcome.decode_epoch)
+        return port if there == (target.instance, rank, order.key.decode_epoch) else None
+
     async def _port_over(self, wire: str, order: ShipmentOrder, rank: int) -> Port:
         target = order.target
         address = (wire, target.rank_addresses[rank])

@@ -18,6 +18,7 @@ from transport.link import (
     Payload,
     PoolReader,
     PoolShower,
+    Poster,
     Pourer,
     Pouring,
     heed,
@@ -41,6 +42,8 @@ class Port:
         self.room = asyncio.Semaphore(max_staged_chunks)  # for payloads not yet scattered
         self._loader = link if isinstance(link, Loader) else None
         self._pourer = link if isinstance(link, Pourer) else None
+        self._poster = link if isinstance(link, Poster) else None
+        self.pours = self._pourer is not None  # frames keep their order with payloads that wait
         self.shows_pool = isinstance(link, PoolShower) and link.shows_pool
         self.pool = link.pool if isinstance(link, PoolReader) else None
         self._send_timeout_s = send_timeout_s
@@ -59,6 +62,12 @@ class Port:
         if len(self._posted) >= MAX_POSTED:
             self.cut(f"{len(self._posted)} frames were not read", self._cuts)
             return
+        if self._poster is not None and not self._posted:
+            try:
+                if self._poster.post(frame):
+                    return
+            except LinkClosed:
+                return
         self._posted.append(frame)
         self._stirred.set()
 

@@ -48,7 +48,12 @@ class Pumps:
     def start(self, departure: Departure) -> None:
         """Dial every decode rank of the departure, and pump to those that answer."""
         for rank in departure.outgoing.pairs:
-            self._departures.spawn(departure, self._open(departure, rank))
+            port = self._peers.port_at_hand(departure.order, rank)
+            if port is not None:  # decode answers while we do what else there is to do
+                departure.ports[rank] = port
+                self._begin(departure, rank, port)
+            else:
+                self._departures.spawn(departure, self._open(departure, rank))
 
     def ask_again(self, departure: Departure, rank: int, lost: str) -> None:
         """The link went after all was sent: over a new one, ask whether decode has committed."""
@@ -61,6 +66,9 @@ class Pumps:
         except TransferFailed as failure:
             self._departures.fail(departure, failure.code, failure.reason)
             return
+        self._begin(departure, rank, port)
+
+    def _begin(self, departure: Departure, rank: int, port: Port) -> None:
         departure.outgoing.pairs[rank].heard_at = self._clock.now()
         port.post(departure.open_frame(rank))
         self._pump_to(departure, rank, port)
@@ -142,6 +150,8 @@ class Pumps:
             await port.point(partial(point, *what, digests), threads)
         else:
             filled, poured = partial(gather, *what), partial(pouring, *what, num_bytes)
+            if port.pours and not part.heads:
+                pair.leaves(part.seq)
             await port.load(num_bytes, filled, poured, self._copiers)
         if not part.heads:
             pair.sent(part.seq, self._clock.now())

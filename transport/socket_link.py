@@ -54,6 +54,10 @@ class SocketLink:
         if sent is not None:
             await sent
 
+    def post(self, frame: Frame) -> bool:
+        self._end.check()
+        return self._stream.send_at_once(frame.SerializeToString())
+
     async def recv(self) -> tuple[Frame, memoryview | None]:
         while True:
             frame, payload = await self.recv_unread()

@@ -90,8 +90,8 @@ async def test_a_seal_that_does_not_fit_the_digests_makes_nothing_of_its_chunk_c
     """The cells fit their digests all the same: they may be of another place."""
     wrong = iter([True])
 
-    def wrong_once(key: Any, chunk: Any) -> int:
-        return chunk_check(key, chunk) ^ (len(chunk.digests) > 0 and next(wrong, False))
+    def wrong_once(key: Any, chunk: Any, *digests: Any) -> int:
+        return chunk_check(key, chunk, *digests) ^ (bool(digests) and next(wrong, False))
 
     monkeypatch.setattr("transport.departure.chunk_check", wrong_once)
     async with network("tcp") as net, cluster(net) as group:

@@ -120,6 +120,22 @@ def test_a_chunk_without_an_answer_is_sent_again_but_not_too_soon() -> None:
     assert pair.take() == part
 
 
+def test_the_seal_may_follow_chunks_that_wait_for_their_turn_on_an_ordered_wire() -> None:
+    outgoing = make_outgoing(1)
+    pair = outgoing.pairs[0]
+    pair.grant(0, 1 << 20)
+    outgoing.seal(Run(0, 0, (1, 2)))
+    outgoing.finish()
+    part = pair.take()
+    assert part is not None and not outgoing.seal_due(0)
+    pair.leaves(part.seq)
+    assert outgoing.seal_due(0) and not pair.all_left
+    pair.sent(part.seq, now=0.0)
+    assert pair.all_left
+    pair.nacked(part.seq)  # it comes again, and waits once more
+    assert not outgoing.seal_due(0) and not pair.all_left
+
+
 def test_a_pair_without_heads_owes_nothing() -> None:
     pair = OutgoingPair((), Shape.of(SPEC, 8), 1000)
     pair.seal(Run(0, 0, (1, 2)))
