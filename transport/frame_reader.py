@@ -33,7 +33,7 @@ from transport.staging import Staging
 from transport.threads import Threads
 
 WASTE_BYTES = 256 << 10  # read at once of what nobody wants
-MAX_ARRIVED = 2  # messages read before the loop looks at them: what lies longer leaves the caches
+MAX_ARRIVED = 3  # messages read before the loop looks at them: what lies longer leaves the caches
 MAX_VIEWS = 512  # for one system call
 
 Take = Callable[[bytes, int, int, Payload], None]  # frame, payload_bytes, place, payload
@@ -124,11 +124,7 @@ class FrameReader:
 
     def _read_on(self) -> None:
         """Unless a thread reads: take all that is there."""
-        if self._num_reading or not self._open:
-            return
-        if self._inlet is not None:
-            if self._inlet.come():
-                self._read_by_thread(None)
+        if self._num_reading or not self._open or self._inlet is not None:
             return
         try:
             self._go_on(self._advance())
@@ -164,7 +160,12 @@ class FrameReader:
             self._ended(str(over))
         elif payload is not None:
             self._read_by_thread(payload)
-        elif not dry and not self._paused and not self._num_reading:
+        elif self._num_reading:
+            return
+        elif self._inlet is not None:
+            if self._inlet.come():
+                self._read_by_thread(None)
+        elif not dry and not self._paused:
             self._loop.call_soon(self._read_on)
 
     def _tell(self) -> None:
