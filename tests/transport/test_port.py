@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from protos.transfer_pb2 import Frame, Hello, Renew, Welcome
+from protos.transfer_pb2 import Frame, Hello, Renew, SealAll, Welcome
 from tests.transport.broken import failures
-from tests.transport.harness import cluster, network
+from tests.transport.harness import cluster, network, soon
 from transport.link import Ending, LinkClosed, Payload
 from transport.port import MAX_POSTED, Port
 
@@ -80,5 +80,41 @@ async def test_a_slow_link_that_moves_is_kept_however_long_the_line_is() -> None
     line = [port._send(Frame(renew=Renew()), None) for _ in range(15)]
     await asyncio.gather(*line)
     assert port.open and not link.reasons
+    await link.close("done")
+    await running
+
+
+class QuickLink(SlowLink):
+    """Takes a small frame at once, when it is free."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.free = True
+        self.left: list[int] = []
+
+    def post(self, frame: Frame) -> bool:
+        if self.free:
+            self.left.append(frame.seal_all.num_chunks)
+        return self.free
+
+    async def send(self, frame: Frame, payload: memoryview | None = None) -> None:
+        self.left.append(frame.seal_all.num_chunks)
+
+
+async def test_what_a_link_takes_at_once_leaves_at_once_and_never_before_what_waits() -> None:
+    link = QuickLink()
+    port = Port(link, send_timeout_s=5)
+    frames = [Frame(seal_all=SealAll(num_chunks=number)) for number in range(4)]
+    port.post(frames[0])
+    assert link.left == [0]
+    link.free = False
+    port.post(frames[1])
+    link.free = True
+    port.post(frames[2])
+    assert link.left == [0]
+    running = asyncio.create_task(port.run(ignore))
+    await soon(lambda: link.left == [0, 1, 2])
+    port.post(frames[3])
+    assert link.left == [0, 1, 2, 3]
     await link.close("done")
     await running
