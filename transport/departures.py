@@ -126,7 +126,12 @@ class Departures:
             else:
                 self.counts.completed += 1
                 result.set_result(departure.report(self._clock.now()))
-        self._spawn(self._drain(departure))
+        if outgoing.failure is None and departure.readers.shut():
+            for task in departure.tasks:
+                task.cancel()
+            self._let_go(departure)
+        else:
+            self._spawn(self._drain(departure))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         ending = asyncio.create_task(work)
@@ -141,6 +146,10 @@ class Departures:
         await departure.readers.close()
         if departure.outgoing.failure is not None:
             await self._see_off(departure)
+        self._let_go(departure)
+
+    def _let_go(self, departure: Departure) -> None:
+        """No thread reads its blocks, nor will."""
         departure.outgoing.drained()
         departure.book.drained()
         order = departure.order

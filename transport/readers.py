@@ -38,10 +38,13 @@ class Readers:
             if entered:
                 self.leave()
 
-    async def close(self) -> None:
-        """Returns when nobody reads, nor ever will."""
+    def shut(self) -> bool:
+        """Let nobody in any more. Whether nobody is inside."""
         with self._lock:
             self._closed = True
-            empty = not self._num_inside
-        if not empty:
+            return not self._num_inside
+
+    async def close(self) -> None:
+        """Returns when nobody reads, nor ever will."""
+        if not self.shut():
             await self._gone.wait()

@@ -117,7 +117,8 @@ class Shipper:
             self._departures.fail(departure, Code.CANCELLED, f"{self.identity} waits no more")
             raise
         finally:
-            await ended([asyncio.ensure_future(departure.drained.wait())])
+            if not departure.drained.is_set():
+                await ended([asyncio.ensure_future(departure.drained.wait())])
 
     def lend(self, key: ShipmentKey) -> Departure | None:
         """The shipment, while its blocks may be read: who does is one of its `readers`."""
