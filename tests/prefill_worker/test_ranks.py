@@ -53,7 +53,9 @@ async def test_an_order_that_comes_after_its_abort_is_refused_and_leaves_nothing
     async with network("loopback") as net, cluster(net) as group:
         (shipper,) = group.prefill.shippers
         order = group.ship_orders(group.key(), 18)
-        observer = SealingObserver(shipper, 3, 4, finishes_prompts=True)
+        observer = SealingObserver(
+            shipper, lambda _layer, _blocks: None, 3, 4, finishes_prompts=True
+        )
         rank = LocalRank(shipper, observer, cast(Borrower, None))
         async with remote_of(rank) as remote:
             await remote.abort(order.key, "the client left")
