@@ -14,9 +14,9 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 import torch.distributed
 
 from transport.link import LinkClosed, heed
+from transport.threads import Threads
 
 c10d: Any = torch.distributed  # whose stubs leave out half of what is used here
 
@@ -78,8 +79,9 @@ class PairGroup:
         self._group = group  # a backend object, which torch's stubs do not describe
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
-        self._posting = ThreadPoolExecutor(1, "kv-pair-post")
-        self._waiting = ThreadPoolExecutor(1, "kv-pair-wait")
+        self._posting = Threads(1, "kv-pair-post")
+        self._waiting = Threads(1, "kv-pair-wait")
+        self._posted: SimpleQueue[tuple[Any, torch.Tensor] | Exception] = SimpleQueue()
         self._num_messages = 0
 
     @classmethod
@@ -112,36 +114,42 @@ class PairGroup:
                 error = caught
             left(error)
 
-        self._waiting.submit(wait)
+        self._waiting.call(wait)
 
     def recv(self, room: memoryview) -> "asyncio.Future[memoryview]":
         """Done when the next payload has come into `room`. Order is the order of the calls."""
-        tag = self._next_tag()
+        tag, group = self._next_tag(), self._open_group()
 
-        def post(group: Any) -> tuple[Any, torch.Tensor]:
-            tensor = torch.from_numpy(np.asarray(room))
-            if self._device.type != "cpu":
-                tensor = torch.empty_like(tensor, device=self._device)
-            return group.recv([tensor], PREFILL, tag), tensor
-
-        posted = self._posting.submit(post, self._open_group())
+        def post() -> None:
+            try:
+                tensor = torch.from_numpy(np.asarray(room))
+                if self._device.type != "cpu":
+                    tensor = torch.empty_like(tensor, device=self._device)
+                self._posted.put((group.recv([tensor], PREFILL, tag), tensor))
+            except Exception as error:
+                self._posted.put(error)
 
         def wait() -> memoryview:
-            work, tensor = posted.result()
+            posted = self._posted.get()
+            if isinstance(posted, Exception):
+                raise posted
+            work, tensor = posted
             self._wait(work)
             if self._device.type != "cpu":
                 torch.from_numpy(np.asarray(room)).copy_(tensor)
             return room
 
-        done = asyncio.get_running_loop().run_in_executor(self._waiting, wait)
+        self._posting.call(post)
+        done = self._waiting.do(wait)
         done.add_done_callback(heed)
         return done
 
     def close(self) -> None:
         """Cut the connection; a call under way fails at the latest when its time is up."""
         self._group = None
-        self._posting.shutdown(wait=False, cancel_futures=True)
-        self._waiting.shutdown(wait=False, cancel_futures=True)
+        self._posting.leave()
+        self._waiting.leave()
+        self._posted.put(LinkClosed("the pair's group is closed"))  # to who waits for a post
 
     def _wait(self, work: Any) -> None:
         work.wait(self._timeout)

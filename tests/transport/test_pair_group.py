@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from transport.link import LinkClosed
 from transport.pair_group import DECODE, PREFILL, PairGroup, PairStore, Rendezvous
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +83,27 @@ async def test_a_member_that_never_comes_is_an_error_in_time() -> None:
     store = PairStore(HERE, 5)
     with pytest.raises(RuntimeError):
         await PairGroup.join(PREFILL, Rendezvous(HERE, store.port, "alone"), HERE, "gloo", 0.5)
+
+
+async def test_a_closed_pair_keeps_nobody_waiting() -> None:
+    store = PairStore(HERE, 5)
+    prefill, decode = await both(store, "closed")
+    first = recv(decode, 4)
+    await send(prefill, b"ping")
+    assert bytes(await first) == b"ping"
+    decode.close()  # with nothing under way
+    prefill.close()
+    prefill, decode = await both(store, "closed in the middle")
+    waiting = [recv(decode, 4) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    decode.close()
+    prefill.close()
+    async with asyncio.timeout(10):
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+    kinds = (RuntimeError, LinkClosed, asyncio.CancelledError)
+    assert all(isinstance(end, kinds) for end in ends), ends
+    with pytest.raises(LinkClosed):
+        recv(decode, 4)
 
 
 async def test_a_killed_peer_fails_its_own_pair_at_once_and_no_other() -> None:
