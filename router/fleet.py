@@ -23,6 +23,7 @@ from prefix_index.index import Manifest, Role, WorkerRecord
 from prefix_index.prefix_table import Run
 from router.curves import LinkCurve, least_of
 from router.doubts import Doubts, Party
+from router.evenness import compare_work
 from router.kinds import compare, compare_links
 from router.news import News
 from router.pace import Pace
@@ -151,6 +152,8 @@ class Fleet:
                 self._note_quarantines(self._workers[instance], record)
                 others = self._workers[instance].renew(record)
                 if others:
+                    worker = self._workers[instance]
+                    worker.recent.add(others * self._pace.prompt_ms, self._clock.now())
                     self._pace.note_others(others)
                     self.sightings.others_computed(instance, others)
             else:
@@ -239,6 +242,7 @@ class Fleet:
             self._fastest_fetch = _least(self._unfetched, self._fetches)
             self._compared_at, self._compared = now, set(self._workers)
             self._sides = self._side(Role.PREFILL), self._side(Role.DECODE)
+            compare_work(self._sides[0].values(), now)
             self._shapes = self._by_shape()
 
     def _side(self, role: Role) -> dict[str, Worker]:

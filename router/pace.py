@@ -33,7 +33,7 @@ class Pace:
         """Other routers have sent as many, as long as ours in the mean."""
         self._decay()
         if self._prompts:
-            self._work_ms += num_prompts * self._work_ms / self._prompts
+            self._work_ms += num_prompts * self.prompt_ms
             self._prompts += num_prompts
 
     def note_output(self, num_tokens: int) -> None:
@@ -46,6 +46,11 @@ class Pace:
     def output_tokens(self) -> float:
         """Of an answer, in the mean; 0 where none was seen."""
         return self._output_tokens / self._answers if self._answers else 0.0
+
+    @property
+    def prompt_ms(self) -> float:
+        """What a prompt takes to compute, in the mean; 0 where none came."""
+        return self._work_ms / self._prompts if self._prompts else 0.0
 
     @property
     def prompts_per_ms(self) -> float:

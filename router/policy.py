@@ -19,9 +19,10 @@ pair is there twice where prefill could fetch blocks from who holds them (`fetch
     admission     opening two legs instead of one, then a place and room in decode's batch
 
 The terms add up to the cost. The cheapest candidate wins; costs are compared in tenths of a
-millisecond, and ties go by rendezvous hash of the prompt, so that equal routers choose alike and
-equal replicas share the prompts. The winner is found without looking at every pair (`least_pair`);
-what all of them would cost is worked out when somebody asks.
+millisecond. Ties go to who has not computed more than the others lately (`evenness`), then by
+rendezvous hash of the prompt, so that equal routers choose alike and equal replicas share the
+prompts. The winner is found without looking at every pair (`least_pair`); what all of them would
+cost is worked out when somebody asks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -85,8 +86,8 @@ def choose(
 class _Search:
     """The cheapest way, from what each replica costs by itself; few pairs are looked at.
 
-    Everything in whole tenths of a millisecond. Of equal costs the higher rendezvous score wins,
-    prefill's first.
+    Everything in whole tenths of a millisecond. Of equal costs the less busy prefill replica wins,
+    then the higher rendezvous score, prefill's first.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class _Search:
         self._slow_decodes = [each for each in able if too_slow(prompt, each)]
         self._prefills = sorted(
             (each for each in replicas.prefills if not prefill_refusal(prompt, each, pins)),
-            key=lambda each: -_score(seed, each.name),
+            key=lambda each: (each.busier, -_score(seed, each.name)),
         )
         self._holders = holders(prompt, replicas, weights)
         self.num_computing = len(self._prefills) or len(self._decodes)
@@ -282,12 +283,17 @@ def _admissible(prompt: Prompt, candidate: Candidate, pins: Pins, bar_ms: float)
     return candidate
 
 
-def _rank(prompt: Prompt, candidate: Candidate) -> tuple[bool, int, int, int]:
-    """Usable before refused, cheap before dear, then the higher rendezvous scores."""
+def _rank(prompt: Prompt, candidate: Candidate) -> tuple[bool, int, int, int, int]:
+    """Usable before refused, cheap before dear, less busy before busy, then by rendezvous."""
     prefill = candidate.prefill.name if candidate.prefill else ""
     seed = _seed(prompt.key)
     scores = _score(seed, prefill), _score(seed, candidate.decode.name)
-    return bool(candidate.refused), _tenths(candidate.terms.cost_ms), -scores[0], -scores[1]
+    cost = _tenths(candidate.terms.cost_ms)
+    return bool(candidate.refused), cost, _busier(candidate), -scores[0], -scores[1]
+
+
+def _busier(candidate: Candidate) -> int:
+    return candidate.prefill.busier if candidate.prefill else 0
 
 
 def _tenths(ms: float) -> int:
@@ -311,7 +317,9 @@ def _why(usable: Sequence[Candidate]) -> str:
     second = usable[1]
     gap_ms = second.terms.cost_ms - cost_ms
     if abs(gap_ms) < 0.1:
-        return f"{best} costs {cost_ms:.1f} ms, as much as {second}: the prompt's hash decided"
+        busier = _busier(second) > _busier(best)
+        decided = "it was less busy lately" if busier else "the prompt's hash decided"
+        return f"{best} costs {cost_ms:.1f} ms, as much as {second}: {decided}"
     theirs, ours = second.terms.named(), best.terms.named()
     term = max(ours, key=lambda name: theirs[name] - ours[name])
     return (

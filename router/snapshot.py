@@ -215,6 +215,7 @@ def _replica(
         joined_step_ms=joined_ms,
         measured=worker.trusted(now),
         block_size=block_size,
+        busier=worker.busier,
         queued_tokens=worker.foreign_tokens + worker.booked_tokens,
         queued_ms=worker.ahead_ms(now, curve.token_ms),
         matched_blocks=match.tokens // block_size,

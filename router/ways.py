@@ -25,6 +25,7 @@ class Replica:
     block_size: int  # tokens; blocks are its own wherever they are counted here
     queued_tokens: int = 0  # prompt tokens ahead
     queued_ms: float | None = None  # what they take; None: by tokens
+    busier: int = 0  # than others of its role, lately: who is less so wins where costs are equal
     prompt_ms: float = 0.0  # besides, for each prompt
     look_ms: float = 0.0  # and for each pair of a token to compute and one before it
     dispatch_ms: float = 0.0

@@ -26,6 +26,7 @@ from router.curves import (
     PrefillCurve,
     PrefillFit,
 )
+from router.evenness import Recent
 
 UNKNOWN = PrefillCurve()
 UNTRIED = LinkCurve()
@@ -65,6 +66,8 @@ class Worker:
     booked_ms: float = 0.0  # that computing `booked_tokens` will take, as the curve says
     foreign_tokens: int = 0  # what it reported beyond ours: other routers' work
     own_prompts: int = 0  # of ours, computed there
+    recent: Recent = field(default_factory=Recent)  # work, ours and others', as far as we know
+    busier: int = 0  # see `evenness`
     _other_prompts: int = 0  # that it has computed in its life, ours aside
     legs: set[Loses] = field(default_factory=set)
     calls: dict[str, Any] = field(default_factory=dict)  # over `channel`, by name; see `legs`
@@ -211,6 +214,7 @@ class Worker:
     def join(self, booking: "Booking", now: float) -> None:
         self.book(booking.tokens, booking.prompt_tokens)
         self.booked_ms += booking.compute_ms
+        self.recent.add(booking.compute_ms, now)
         self._num_booked += 1
         booking.place = self._num_booked
         if not self._ahead:

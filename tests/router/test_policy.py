@@ -160,6 +160,19 @@ def test_equal_replicas_share_the_prompts_and_equal_routers_agree() -> None:
     assert "the prompt's hash decided" in choose(PROMPT, fleet).reason
 
 
+def test_of_equal_costs_whoever_was_less_busy_lately_wins_and_cost_comes_first() -> None:
+    fleet = Replicas([prefill("a", busier=2), prefill("b", busier=1), prefill("c")], [decode()])
+    decisions = [
+        choose(replace(PROMPT, key=bytes([number])), replicas)
+        for replicas in (fleet, replace(fleet, prefills=fleet.prefills[:2]))
+        for number in range(20)
+    ]
+    assert [names(each)[0] for each in decisions] == ["c"] * 20 + ["b"] * 20
+    assert decisions[0].reason.endswith("as much as b to d0: it was less busy lately")
+    dearer = [prefill("a", busier=9), prefill("c", queued_tokens=1)]
+    assert names(choose(PROMPT, replace(fleet, prefills=dearer)))[0] == "a"
+
+
 def test_a_replica_more_moves_only_the_prompts_it_takes() -> None:
     before = Replicas([prefill(f"p{i}") for i in range(3)], [decode()])
     after = Replicas([*before.prefills, prefill("p3")], [decode()])
