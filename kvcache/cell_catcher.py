@@ -107,8 +107,9 @@ class CellCatcher:
             self.forget()
             return
         kept, layer, heads, ids_B, _ = self._keeper
-        shape = (len(ids_B), len(heads), -1)
-        good_BH = np.asarray(~self._bad.reshape(shape).any(axis=2))
+        shape, good_BH = (len(ids_B), len(heads), -1), None
+        if self._bad.any():
+            good_BH = np.asarray(~self._bad.reshape(shape).any(axis=2))
         kept.keep(layer, ids_B, heads, self.digests.reshape(shape), good_BH)
 
     def forget(self) -> None:

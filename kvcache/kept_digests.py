@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels import kept_rows
+
 Digests = NDArray[np.uint64]
 Ids = Sequence[int] | NDArray[np.int64]
 
@@ -42,6 +44,8 @@ class KeptDigests:
         self._known_NLH = np.zeros((num_blocks, len(num_planes), num_heads), np.bool_)
         self._written = np.zeros(num_blocks, np.uint32)  # how often each block was
         self._lock = threading.Lock()
+        made = kept_rows.load()
+        self._rows = {layer: made.rows(*self.arrays(layer)) for layer in num_planes if made}
         arrays = (*self._digests.values(), self._known_NLH, self._written)
         self.bytes_per_block = sum(array[:1].nbytes for array in arrays)
 
@@ -53,9 +57,13 @@ class KeptDigests:
             self._known_NLH[ids] = False
 
     def forget_cells(self, layer: int, block_ids: Ids, heads: Sequence[int]) -> None:
-        """As `forget`, for some cells of these blocks."""
+        """As `forget`, for some cells of these blocks of the pool."""
         ids = np.asarray(block_ids, dtype=np.int64)
+        rows, run = self._rows.get(layer), _run_of(heads)
         with self._lock:
+            if rows is not None and run is not None:
+                rows.forget(ids, *run)
+                return
             self._written[ids] += 1
             self._known_NLH[:, self._place[layer]][self._cells(ids, heads)] = False
 
@@ -72,16 +80,23 @@ class KeptDigests:
         block_ids: Ids,
         heads: Sequence[int],
         digests_BHP: Digests,
-        good_BH: NDArray[np.bool_],
+        good_BH: NDArray[np.bool_] | None,
     ) -> None:
-        """What was just written into these blocks had these digests, where it is good."""
+        """What was just written into these blocks of the pool had these digests, where it is good;
+        None: everywhere.
+        """
         ids = np.asarray(block_ids, dtype=np.int64)
+        rows, run = self._rows.get(layer), _run_of(heads)
+        if rows is not None and run is not None:
+            with self._lock:
+                rows.keep(ids, *run, digests_BHP, good_BH)
+            return
         place = self._cells(ids, heads)
         known_NH = self._known_NLH[:, self._place[layer]]
         with self._lock:
             self._written[ids] += 1
             self._digests[layer][place] = digests_BHP
-            known_NH[place] = good_BH
+            known_NH[place] = True if good_BH is None else good_BH
 
     def fill(self, write: Callable[[Sequence[int]], None], block_ids: Sequence[int]) -> None:
         """As `keep`, where `write` enters these blocks into `arrays` itself."""
@@ -109,8 +124,26 @@ class KeptDigests:
         digests_BHP: Digests,
         written_B: NDArray[np.uint32],
     ) -> list[int]:
-        """The blocks whose cells, just read, are not what was kept. What was not known is kept."""
+        """Those of these blocks of the pool whose cells, just read, are not what was kept. What was
+        not known is kept.
+        """
         ids = np.asarray(block_ids, dtype=np.int64)
+        rows, run = self._rows.get(layer), _run_of(heads)
+        if rows is not None and run is not None:
+            with self._lock:
+                if rows.compare(ids, *run, digests_BHP, written_B):
+                    return []
+        return self._look_closer(layer, ids, heads, digests_BHP, written_B)
+
+    def _look_closer(
+        self,
+        layer: int,
+        ids: NDArray[np.int64],
+        heads: Sequence[int],
+        digests_BHP: Digests,
+        written_B: NDArray[np.uint32],
+    ) -> list[int]:
+        """As `compare`."""
         place = self._cells(ids, heads)
         known_NH = self._known_NLH[:, self._place[layer]]
         with self._lock:
@@ -144,3 +177,10 @@ class KeptDigests:
         whole_B = self._known_NLH[ids].all(axis=(1, 2))
         blank: list[int] = ids[~whole_B].tolist()
         return blank
+
+
+def _run_of(heads: Sequence[int]) -> tuple[int, int] | None:
+    """From which head up to which they are, if they are one run."""
+    if not heads or heads[-1] - heads[0] != len(heads) - 1:
+        return None
+    return heads[0], heads[-1] + 1

@@ -19,6 +19,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.launch import sent
 from kvcache import host_memory
 from kvcache.cell_catcher import CellCatcher
+from kvcache.cell_pourer import CellPourer
 from kvcache.device_cells import DeviceCells
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten, KeptDigests
@@ -168,21 +169,16 @@ class KvStore:
         """As `PoolCells`, by whole blocks."""
         return self._cells.gather_cells(layer, block_ids, heads, tail_tokens, out, digests)
 
-    def pour_cells(
+    def pourer(
         self,
         layer: int,
         block_ids: Sequence[int],
         heads: Sequence[int],
         tail_tokens: int | None,
-        fd: int,
-        room: NDArray[np.uint8],
         piece_blocks: int,
-        digests: NDArray[np.uint64] | None,
-    ) -> int:
+    ) -> CellPourer | None:
         """As `PoolCells`, by whole blocks."""
-        return self._cells.pour_cells(
-            layer, block_ids, heads, tail_tokens, fd, room, piece_blocks, digests
-        )
+        return self._cells.pourer(layer, block_ids, heads, tail_tokens, piece_blocks)
 
     def catcher(
         self,

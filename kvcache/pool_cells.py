@@ -11,6 +11,7 @@ speak of parts as large as the smaller of the two, so both know each cell by the
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kernels import host_cells
 from kernels.gather_blocks import gather_cells
 from kernels.scatter_blocks import scatter_cells
 from kvcache.cell_catcher import CellCatcher
+from kvcache.cell_pourer import CellPourer
 from kvcache.cells import bad_cells, cell_digests
 from kvcache.device_cells import DeviceCells
 from kvcache.head_map import HeadInterval
@@ -29,8 +31,16 @@ from kvcache.mapped_pool import MappedCells
 from kvcache.shared_memory import SharedMemory
 from kvcache.spec import CacheSpec
 
-PATIENCE_MS = 5  # for a socket to take more, before what is left is gathered all at once
 _NO_CELLS = np.empty((0, 0, 0, 0), dtype=np.uint8)
+
+
+class _Way(NamedTuple):
+    """Where the cells of some heads lie in a layer, and how many a block has."""
+
+    pool: int
+    layout: host_cells.Layout
+    num_cells: int
+    block_bytes: int
 
 
 class PoolCells:
@@ -66,6 +76,7 @@ class PoolCells:
         if settled_NL is None:
             settled_NL = np.zeros((num_blocks, len(layers)), np.bool_)
         self._settled_NL = settled_NL  # by whole blocks
+        self._ways: dict[tuple[int, ...], _Way | None] = {}
         self._noters: dict[int, Callable[[Sequence[int]], None]] = {}  # by layer
         self._host = host_cells.load() if on_device is None else None
 
@@ -113,7 +124,7 @@ class PoolCells:
         pool_NPHSD = self._layers[layer]
         runs = self._local_runs(heads)
         ids_B = self._checked(block_ids)
-        compare = self._comparison(layer, ids_B, heads, tail_tokens, digests)
+        compare = self._comparison(layer, ids_B, heads, tail_tokens)
         slot_bytes = pool_NPHSD.shape[4] * pool_NPHSD.element_size()
         cell_bytes = self.spec.block_size * slot_bytes
         shape = (len(block_ids), len(heads), pool_NPHSD.shape[1], cell_bytes)
@@ -144,43 +155,27 @@ class PoolCells:
                 digests_BN[-1] = cell_digests(cells_BHPC[-1].reshape(-1, cell_bytes))
         if digests is not None and self._host is None:
             digests[:] = cell_digests(cells_BHPC.reshape(-1, cell_bytes))
-        compare()
+        if digests is not None:
+            compare(digests)
         return cells_BHPC.reshape(-1, cell_bytes)
 
-    def pour_cells(
+    def pourer(
         self,
         layer: int,
         block_ids: Sequence[int],
         heads: Sequence[int],
         tail_tokens: int | None,
-        fd: int,
-        room: NDArray[np.uint8],
         piece_blocks: int,
-        digests: NDArray[np.uint64] | None,
-    ) -> int:
-        """As `gather_cells`, but the cells leave through the socket `fd`, `piece_blocks` at a time
-        in `room`, which must hold as many: their digests, u64 each, then their cells.
-
-        Returns how many bytes have left: none where it cannot be done so, and not all where the
-        socket takes no more for some milliseconds, so that the blocks are not held by who reads
-        slowly: then all is to be gathered once more, for what is left. Raises OSError, and
-        BlockRotten when all has left. Without `digests`, what is sent of them is 0.
+    ) -> CellPourer | None:
+        """What sends the cells that `gather_cells` would give through a socket while it gathers
+        them, `piece_blocks` at a time; None where it cannot be done so.
         """
-        pool_NPHSD = self._layers[layer]
-        runs, ids_B = self._local_runs(heads), self._checked(block_ids)
-        if self._host is None or len(runs) != 1 or not len(ids_B):
-            return 0
-        compare = self._comparison(layer, ids_B, heads, tail_tokens, digests)
-        num_cells, block_bytes = self._block(layer, heads)
-        assert room.nbytes >= min(piece_blocks, len(ids_B)) * (block_bytes + 8 * num_cells)
-        ((layout, _, _),) = self._host_runs(pool_NPHSD, runs, _NO_CELLS)
-        pool, tail = pool_NPHSD.data_ptr(), tail_tokens or 0
-        gone = self._host.pour(
-            fd, pool, layout, ids_B, tail, piece_blocks, room, PATIENCE_MS, digests
-        )
-        if gone == len(ids_B) * (block_bytes + 8 * num_cells):
-            compare()
-        return gone
+        way, ids_B = self._way(layer, heads), self._checked(block_ids)
+        if self._host is None or way is None or not len(ids_B):
+            return None
+        compare = self._comparison(layer, ids_B, heads, tail_tokens)
+        made = (way.layout, ids_B, tail_tokens or 0, way.block_bytes, way.num_cells, piece_blocks)
+        return CellPourer(self._host, way.pool, *made, compare)
 
     def catcher(
         self,
@@ -191,25 +186,32 @@ class PoolCells:
         digests: NDArray[np.uint64] | None = None,
     ) -> CellCatcher | None:
         """What writes the cells of `heads` (ascending) into `block_ids` as they come out of a
-        socket, where it can be done so; they come as `pour_cells` sends them, and then a u64. With
+        socket, where it can be done so; they come as `pourer` has them sent, and then a u64. With
         `digests` [num_cells], only cells come.
         """
-        pool_NPHSD = self._layers[layer]
-        runs, ids_B = self._local_runs(heads), self._checked(block_ids)
-        if self._host is None or len(runs) != 1 or not len(ids_B) or piece_blocks < 1:
+        way, ids_B = self._way(layer, heads), self._checked(block_ids)
+        if self._host is None or way is None or not len(ids_B) or piece_blocks < 1:
             return None
-        ((layout, _, _),) = self._host_runs(pool_NPHSD, runs, _NO_CELLS)
-        num_cells, block_bytes = self._block(layer, heads)
-        if digests is not None and len(digests) != len(ids_B) * num_cells:
+        if digests is not None and len(digests) != len(ids_B) * way.num_cells:
             return None
-        pool = pool_NPHSD.data_ptr()
-        made = CellCatcher(
-            self._host, pool, layout, ids_B, block_bytes, num_cells, piece_blocks, digests
-        )
+        cells = (way.layout, ids_B, way.block_bytes, way.num_cells, piece_blocks, digests)
+        made = CellCatcher(self._host, way.pool, *cells)
         if self._kept is not None:
             touched = np.unique(ids_B // self._parts) if self._parts > 1 else ids_B
             made.keep_in(self._kept, layer, self._locals(heads), touched, self._parts == 1)
         return made
+
+    def _way(self, layer: int, heads: Sequence[int]) -> "_Way | None":
+        """The same as before for the same heads, which are those of a pair of ranks; None where
+        they are no run. Raises ValueError for heads of other ranks.
+        """
+        key = (layer, *heads)
+        if key not in self._ways:
+            pool_NPHSD, runs = self._layers[layer], self._local_runs(heads)
+            found = [layout for layout, _, _ in self._host_runs(pool_NPHSD, runs, _NO_CELLS)]
+            made = _Way(pool_NPHSD.data_ptr(), found[0], *self._block(layer, heads))
+            self._ways[key] = made if len(runs) == 1 else None
+        return self._ways[key]
 
     def _block(self, layer: int, heads: Sequence[int]) -> tuple[int, int]:
         """How many cells of `heads` a block has, and their bytes."""
@@ -282,9 +284,9 @@ class PoolCells:
         if self._host is None:
             self.gather_cells(layer, ids_B.tolist(), heads, tail_tokens, digests=digests)
             return digests
-        compare = self._comparison(layer, ids_B, heads, tail_tokens, digests)
+        compare = self._comparison(layer, ids_B, heads, tail_tokens)
         self._digest(self._host, layer, ids_B, heads, tail_tokens, digests)
-        compare()
+        compare(digests)
         return digests
 
     def _digest(
@@ -348,26 +350,21 @@ class PoolCells:
         return self._noted(layer, ids_B, heads, digests, write)
 
     def _comparison(
-        self,
-        layer: int,
-        ids_B: NDArray[np.int64],
-        heads: Sequence[int],
-        tail_tokens: int | None,
-        digests: NDArray[np.uint64] | None,
-    ) -> Callable[[], None]:
-        """Made before blocks are read, called when `digests` are those of what was read: raises
-        BlockRotten for whole blocks whose kept digests are others.
+        self, layer: int, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None
+    ) -> Callable[[NDArray[np.uint64]], None]:
+        """Made before blocks are read, called with the digests of what was read: raises BlockRotten
+        for whole blocks whose kept digests are others.
         """
         kept = self._kept
-        if kept is None or self._parts > 1 or digests is None:
+        if kept is None or self._parts > 1:
             return _nothing
         whole = ids_B if tail_tokens is None else ids_B[:-1]
-        written = kept.written(whole)
+        written, local = kept.written(whole), self._locals(heads)
         shape = (len(ids_B), len(heads), self._layers[layer].shape[1])
 
-        def compare() -> None:
+        def compare(digests: NDArray[np.uint64]) -> None:
             digests_BHP = digests.reshape(shape)[: len(whole)]
-            rotten = kept.compare(layer, whole, self._locals(heads), digests_BHP, written)
+            rotten = kept.compare(layer, whole, local, digests_BHP, written)
             if rotten:
                 raise BlockRotten(rotten, layer)
 
@@ -519,8 +516,8 @@ class PoolCells:
         return runs
 
 
-def _nothing() -> None:
-    """No digests are kept, or none were made."""
+def _nothing(digests: NDArray[np.uint64]) -> None:
+    """None are kept."""
 
 
 def _by_block(

@@ -13,13 +13,22 @@ from transport.orders import ShipmentKey
 _PLACE = struct.Struct("<IQQIIIIQII")
 
 
-def chunk_check(key: ShipmentKey, chunk: Chunk, digests: NDArray[np.uint64] | None = None) -> int:
-    """xxh3-64 over the shipment's key and everything a chunk says of itself, its digests included:
-    these, where they came with its cells.
+def chunk_check(key: ShipmentKey, chunk: Chunk) -> int:
+    """xxh3-64 over the shipment's key and everything a chunk says of itself, its digests included.
 
     A chunk of another shipment, or with a damaged header, does not bear it. It is never 0, which in
     place of one says that a chunk was given up.
     """
+    return check_of(place_of(key, chunk), chunk.digests)
+
+
+def seal_of(place: bytes, digests: NDArray[np.uint64]) -> int:
+    """The check of a chunk of that place with digests that come, or came, with its cells."""
+    return check_of(place, digests_to_bytes(digests))
+
+
+def place_of(key: ShipmentKey, chunk: Chunk) -> bytes:
+    """What a check is over, but for the digests."""
     place = _PLACE.pack(
         key.attempt,
         key.prefill_epoch,
@@ -33,5 +42,9 @@ def chunk_check(key: ShipmentKey, chunk: Chunk, digests: NDArray[np.uint64] | No
         chunk.piece_blocks,
     )
     heads = struct.pack(f"<{len(chunk.heads)}I", *chunk.heads)
-    proofs = chunk.digests if digests is None else digests_to_bytes(digests)
-    return xxh3_64_intdigest(b"".join((key.transfer_id, place, heads, proofs))) or 1
+    return b"".join((key.transfer_id, place, heads))
+
+
+def check_of(place: bytes, proofs: bytes) -> int:
+    """The check of a chunk of that place with these digests in its header."""
+    return xxh3_64_intdigest(place + proofs) or 1

@@ -9,12 +9,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.cell_pourer import CellPourer
 from kvcache.cells import digests_to_bytes
 from kvcache.kept_digests import BlockRotten
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame, Open, SealAll
 from transport.books import SendingBook
-from transport.chunk_check import chunk_check
+from transport.chunk_check import check_of, chunk_check, place_of, seal_of
 from transport.link import Outlet, Pouring
 from transport.orders import FirstToken, ShipmentOrder, ShipmentReport
 from transport.outgoing import Outgoing, Part, Run
@@ -68,17 +69,14 @@ class Pool(CellSource, Protocol):
         tail_tokens: int | None = None,
     ) -> NDArray[np.uint64] | None: ...
 
-    def pour_cells(
+    def pourer(
         self,
         layer: int,
         block_ids: Sequence[int],
         heads: Sequence[int],
         tail_tokens: int | None,
-        fd: int,
-        room: NDArray[np.uint8],
         piece_blocks: int,
-        digests: NDArray[np.uint64] | None,
-    ) -> int: ...
+    ) -> CellPourer | None: ...
 
 
 @dataclass(slots=True)
@@ -158,14 +156,16 @@ def pouring(
     num_bytes: int,
 ) -> Pouring:
     """As `gather`, but the payload leaves while it is built, and its frame may leave before."""
-    num_blocks = len(part.run.block_ids)
-    num_digests = num_blocks * len(heads) * len(departure.shape.layers[part.run.layer].planes)
+    num_blocks, run, key = len(part.run.block_ids), part.run, departure.order.key
+    num_digests = num_blocks * len(heads) * len(departure.shape.layers[run.layer].planes)
     count = piece_blocks(num_bytes // num_blocks, num_digests // num_blocks)
-    chunk, key = _chunk(part, num_bytes, piece_blocks=count), departure.order.key
-    chunk.check = chunk_check(key, chunk)
+    chunk = _chunk(part, num_bytes, piece_blocks=count)
+    place, cells = place_of(key, chunk), _cut(source, departure)
+    chunk.check = check_of(place, b"")
+    pourer = cells.pourer(run.layer, run.block_ids, heads, run.tail_tokens, count)
 
     def pour(outlet: Outlet) -> int | None:
-        work = partial(_pour, source, departure, heads, part, chunk, outlet)
+        work = partial(_pour, cells, departure, heads, part, chunk, place, pourer, outlet)
         return _read(departure, rank, part, work)
 
     return Pouring(Frame(key=key.to_proto(), chunk=chunk), num_bytes, num_digests, pour)
@@ -226,20 +226,22 @@ def _pour(
     heads: Sequence[int],
     part: Part,
     chunk: Chunk,
+    place: bytes,
+    pourer: CellPourer | None,
     outlet: Outlet,
 ) -> tuple[Chunk, int]:
-    source, run, key = _cut(source, departure), part.run, departure.order.key
-    digests = _digests(departure, heads, run)
-    cells = (run.layer, run.block_ids, heads, run.tail_tokens)
     fd, piece = outlet.begin()
-    try:
-        outlet.gone(source.pour_cells(*cells, fd, piece, chunk.piece_blocks, digests))
-    except BlockRotten:  # which is found out when all has left
-        outlet.all_gone()
-        raise
+    digests = _digests(departure, heads, part.run) if pourer is None else pourer.digests
+    if pourer is not None:
+        try:
+            outlet.gone(pourer.pour(fd, piece))
+        except BlockRotten:  # which is found out when all has left
+            outlet.all_gone()
+            raise
     if (room := outlet.rest(digests)) is not None:
-        source.gather_cells(*cells, room, digests)
-    return chunk, chunk_check(key, chunk, digests)
+        run = part.run
+        source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, room, digests)
+    return chunk, seal_of(place, digests)
 
 
 def _point(

@@ -18,7 +18,7 @@ from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import CellRun, Chunk, Frame
 from transport.books import ReceivingBook
 from transport.cell_runs import Cell, cells_of, runs_of
-from transport.chunk_check import chunk_check
+from transport.chunk_check import place_of, seal_of
 from transport.incoming import Incoming
 from transport.link import Inlet, LinkClosed
 from transport.orders import Receipt, ReceiptOrder
@@ -149,7 +149,9 @@ class Lander:
             count = piece_blocks(inlet.nbytes // run.num_blocks, 0)
         made = sink.catcher(run.layer, ids, run.heads, count, digests)
         fits = made is not None and made.num_bytes == inlet.nbytes
-        return Catcher(made, inlet) if made is not None and fits else None
+        if made is None or not fits:
+            return None
+        return Catcher(made, inlet, place_of(landing.order.key, chunk))
 
     def catch(
         self, landing: Landing, run: CellRun, chunk: Chunk, catcher: "Catcher"
@@ -166,6 +168,7 @@ class Catcher(NamedTuple):
 
     cells: CellCatcher
     inlet: Inlet
+    place: bytes  # of its chunk
 
 
 def catch(landing: Landing, run: CellRun, chunk: Chunk, catcher: Catcher) -> Landed:
@@ -174,7 +177,7 @@ def catch(landing: Landing, run: CellRun, chunk: Chunk, catcher: Catcher) -> Lan
     A transfer that is given up is not written to any more after a few milliseconds, however slowly
     cells come; an abort waits for this call to return. Raises LinkClosed when no more will come.
     """
-    cells, inlet = catcher
+    cells, inlet, place = catcher
     room, whole = inlet.piece(cells.room_bytes), False
     try:
         while not whole:
@@ -191,7 +194,7 @@ def catch(landing: Landing, run: CellRun, chunk: Chunk, catcher: Catcher) -> Lan
         if cells.seal == GIVEN_UP:
             cells.forget()
             return Landed(written=False)
-        if cells.seal != chunk_check(landing.order.key, chunk, cells.digests):
+        if cells.seal != seal_of(place, cells.digests):
             cells.forget()
             rows = np.arange(len(cells.digests))
             return _landed(landing, run, rows, "its digests are not those that were sent")
@@ -225,6 +228,8 @@ def land(sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload
 
 def _landed(landing: Landing, run: CellRun, rows: NDArray[np.intp], why: str) -> Landed:
     """What becomes of a run of which these rows are not written: why all of them are not, if so."""
+    if not len(rows) and not why:
+        return Landed()
     layer, bad = landing.incoming.shape.layers[run.layer], {}
     for row in reversed(rows.tolist()):  # of a cell's planes the first is named
         place, plane = divmod(row, len(layer.planes))

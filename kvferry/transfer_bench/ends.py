@@ -214,7 +214,7 @@ def _digests(on: bool) -> Iterator[None]:
         return
 
     gather, scatter = KvStore.gather_cells, KvStore.scatter_cells
-    pour: Any = KvStore.pour_cells
+    pourer: Any = KvStore.pourer
     catch: Any = KvStore.catcher
     take: Any = KvStore.take_cells
 
@@ -224,9 +224,10 @@ def _digests(on: bool) -> Iterator[None]:
         return gather(*others)
 
     def pour_only(*arguments: Any) -> Any:
-        *others, digests = arguments
-        digests[:] = 0
-        return pour(*others, None)
+        made = pourer(*arguments)
+        if made is not None:
+            made.proved = False
+        return made
 
     def scatter_only(*arguments: Any) -> Any:
         return scatter(*arguments[:-1])
@@ -254,7 +255,7 @@ def _digests(on: bool) -> Iterator[None]:
         patch.object(KvStore, "note_cells", no_note),
         patch.object(KvStore, "gather_cells", gather_only),
         patch.object(KvStore, "scatter_cells", scatter_only),
-        patch.object(KvStore, "pour_cells", pour_only),
+        patch.object(KvStore, "pourer", pour_only),
         patch.object(KvStore, "catcher", catch_only),
     ):
         yield

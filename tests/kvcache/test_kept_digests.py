@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from kernels import kept_rows
 from kvcache.head_map import HeadInterval
-from kvcache.kept_digests import BlockRotten
+from kvcache.kept_digests import BlockRotten, KeptDigests
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
 from tests.transport.harness import filled_store
@@ -129,3 +130,41 @@ def test_digests_take_17_bytes_a_head_and_layer() -> None:
     kept = KvStore(smollm2, HeadInterval(0, 3), 2).kept
     assert kept.bytes_per_block == 1534
     assert kept.bytes_per_block / smollm2.bytes_per_block(3) < 0.003
+
+
+def test_the_compiled_rows_keep_what_numpy_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept_rows.load() is not None
+    compiled = KeptDigests(9, 4, {3: 2, 5: 1})
+    monkeypatch.setattr(kept_rows, "load", lambda: None)
+    plain = KeptDigests(9, 4, {3: 2, 5: 1})
+    rng, found = np.random.default_rng(5), {"rotten": 0, "same": 0}
+    before = plain.written(range(9))
+    for _ in range(600):
+        layer, planes = ((3, 2), (5, 1))[rng.integers(2)]
+        ids = rng.permutation(9)[: rng.integers(5)]
+        lo, hi = sorted(rng.choice(5, 2, replace=False).tolist())
+        heads = list(range(lo, hi)) if rng.random() < 0.8 else [0, 2]
+        digests = rng.integers(0, 2**64, (len(ids), len(heads), planes), np.uint64)
+        if rng.random() < 0.8 and (known := plain.known(layer, ids, heads)) is not None:
+            digests = known.reshape(digests.shape)
+        good = None if rng.random() < 0.5 else rng.random(digests.shape[:2]) < 0.8
+        what, both = rng.integers(4), (compiled, plain)
+        if what == 0:
+            before = plain.written(range(9))
+        elif what == 1:
+            for each in both:
+                each.keep(layer, ids, heads, digests, good)
+        elif what == 2 and rng.random() < 0.3:
+            for each in both:
+                each.forget_cells(layer, ids, heads)
+        else:
+            answers = [each.compare(layer, ids, heads, digests, before[ids]) for each in both]
+            assert answers[0] == answers[1]
+            found["rotten" if answers[0] else "same"] += 1
+        assert (compiled.written(range(9)) == plain.written(range(9))).all()
+        for block in range(9):
+            for head in range(4):
+                ours, theirs = (each.known(layer, [block], [head]) for each in both)
+                assert (ours is None) == (theirs is None)
+                assert ours is None or theirs is None or (ours == theirs).all()
+    assert min(found["rotten"], found["same"]) > 20, found

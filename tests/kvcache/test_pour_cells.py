@@ -53,15 +53,15 @@ def poured(
 
     reader = threading.Thread(target=read)
     reader.start()
-    digests = np.zeros(len(ids) * len(heads) * 2, np.uint64)
-    room = np.zeros(piece_blocks * PIECE_BYTES, np.uint8)
+    pourer = store.pourer(1, ids, heads, tail, piece_blocks)
+    assert pourer is not None
     try:
-        gone = store.pour_cells(1, ids, heads, tail, ours.fileno(), room, piece_blocks, digests)
+        gone = pourer.pour(ours.fileno(), np.zeros(pourer.room_bytes, np.uint8))
     finally:
         ours.shutdown(socket.SHUT_WR)
         reader.join()
-    assert gone == len(got)
-    return bytes(got), digests
+    assert gone == len(got) == pourer.num_bytes
+    return bytes(got), pourer.digests
 
 
 def pieces_of(cells: np.ndarray, digests: np.ndarray, num_blocks: int, piece_blocks: int) -> bytes:
@@ -102,18 +102,20 @@ def test_parts_of_blocks_are_poured_alike(pair: tuple[socket.socket, socket.sock
     assert got == pieces_of(want, want_digests, len(ids), 2)
 
 
-def test_what_cannot_be_poured_leaves_nothing(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Heads that are not one run."""
-    assert poured(random_store(), pair, IDS, [0, 2], None, 6)[0] == b""
+def test_heads_that_are_no_run_cannot_be_poured() -> None:
+    assert random_store().pourer(1, IDS, [0, 2], None, 6) is None
 
 
 def test_a_reader_who_does_not_read_holds_the_blocks_for_some_milliseconds_only(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     store = random_store(num_blocks=512)
-    room, ids = np.zeros(4 * PIECE_BYTES, np.uint8), list(range(512))
+    ids = list(range(512))
+    pourer = store.pourer(0, ids, [0, 1, 2, 3], None, 4)
+    assert pourer is not None
+    pourer.proved = False
     began = time.monotonic()
-    gone = store.pour_cells(0, ids, [0, 1, 2, 3], None, pair[0].fileno(), room, 4, None)
+    gone = pourer.pour(pair[0].fileno(), np.zeros(pourer.room_bytes, np.uint8))
     assert time.monotonic() - began < 0.3
     assert 0 < gone < 512 * PIECE_BYTES
     cells = store.gather_cells(0, ids, [0, 1, 2, 3])
@@ -138,6 +140,7 @@ def test_a_socket_that_the_other_end_closed_is_an_error(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     pair[1].close()
+    pourer = random_store().pourer(0, IDS, [0], None, 1)
+    assert pourer is not None
     with pytest.raises(BrokenPipeError):
-        room = np.zeros(PIECE_BYTES, np.uint8)
-        random_store().pour_cells(0, IDS, [0], None, pair[0].fileno(), room, 1, None)
+        pourer.pour(pair[0].fileno(), np.zeros(pourer.room_bytes, np.uint8))

@@ -150,8 +150,8 @@ async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> No
             assert may_read.wait(10)
             return self._store.gather_cells(layer, block_ids, heads, tail_tokens, out, digests)
 
-        def pour_cells(self, *arguments: Any, **named: Any) -> int:
-            return 0  # nothing: all of it is gathered
+        def pourer(self, *arguments: Any, **named: Any) -> None:
+            """All of it is gathered."""
 
     async with network("loopback") as net, cluster(net) as group:
         source = SlowSource(group.prefill.stores[0])

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvcache.cell_pourer import CellPourer
 from kvcache.kv_store import KvStore
 from tests.transport.broken import failures
 from tests.transport.harness import Cluster, cluster, network, soon
-from transport.chunk_check import chunk_check
+from transport.chunk_check import seal_of
 from transport.orders import Receipt, ShipmentKey, ShipmentReport
 
 SOURCE, TARGET, NUM_TOKENS = [9, 3, 17, 4, 0, 21], [2, 5, 11, 1, 8, 20], 23
@@ -33,17 +34,16 @@ def poured_through(
     monkeypatch: pytest.MonkeyPatch, send: Callable[[int, bytearray, int], int]
 ) -> None:
     """`send` gets the socket, what a pool would pour through it, and the bytes of a cell."""
-    pour: Any = KvStore.pour_cells
+    pour: Any = CellPourer.pour
 
-    def instead(store: KvStore, *what: Any) -> int:
-        *cells, fd, room, count, digests = what
+    def instead(pourer: CellPourer, fd: int, room: Any) -> int:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            gone = pour(store, *cells, ours.fileno(), room, count, digests)
-            raw = bytearray(theirs.recv(gone, socket.MSG_WAITALL)) if gone else bytearray()
-        return send(fd, raw, (gone - digests.nbytes) // len(digests)) if gone else 0
+            gone = pour(pourer, ours.fileno(), room)
+            raw = bytearray(theirs.recv(gone, socket.MSG_WAITALL))
+        return send(fd, raw, (gone - pourer.digests.nbytes) // len(pourer.digests))
 
-    monkeypatch.setattr(KvStore, "pour_cells", instead)
+    monkeypatch.setattr(CellPourer, "pour", instead)
 
 
 def send_all(fd: int, raw: bytes | bytearray) -> int:
@@ -90,10 +90,10 @@ async def test_a_seal_that_does_not_fit_the_digests_makes_nothing_of_its_chunk_c
     """The cells fit their digests all the same: they may be of another place."""
     wrong = iter([True])
 
-    def wrong_once(key: Any, chunk: Any, *digests: Any) -> int:
-        return chunk_check(key, chunk, *digests) ^ (bool(digests) and next(wrong, False))
+    def wrong_once(place: bytes, digests: Any) -> int:
+        return seal_of(place, digests) ^ next(wrong, False)
 
-    monkeypatch.setattr("transport.departure.chunk_check", wrong_once)
+    monkeypatch.setattr("transport.departure.seal_of", wrong_once)
     async with network("tcp") as net, cluster(net) as group:
         await carried(group)
         counts = group.decode.receivers[0].counts

@@ -1,0 +1,123 @@
+"""What is kept of blocks, entered and compared row by row without numpy's many small calls.
+
+`kept_rows.c` is compiled at first use. Whoever calls it has just digested or moved some MiB, so
+Python is in no cache, and each call of numpy costs several times what it usually does: 64 to 128
+blocks take 100 to 200 us there, and 10 here. Where there is no compiler, `load` answers None.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.compiled import loaded
+
+SOURCE = Path(__file__).with_suffix(".c")
+
+
+class _Rows(ctypes.Structure):
+    """See kept_rows.c."""
+
+    _fields_ = [
+        ("digests", ctypes.c_void_p),
+        ("digest_stride", ctypes.c_int64),
+        ("known", ctypes.c_void_p),
+        ("known_stride", ctypes.c_int64),
+        ("written", ctypes.c_void_p),
+        ("num_planes", ctypes.c_int64),
+    ]
+
+
+class KeptRows:
+    """Of one layer: digests_NHP, known_NH and written_N. The caller sees that nobody else is at
+    them, that `ids` are blocks, and that heads are a run from `lo` up to `hi`.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        digests_NHP: NDArray[np.uint64],
+        known_NH: NDArray[np.bool_],
+        written_N: NDArray[np.uint32],
+    ) -> None:
+        assert digests_NHP.flags.c_contiguous and written_N.flags.c_contiguous
+        assert known_NH.strides[1] == 1
+        self._arrays = (digests_NHP, known_NH, written_N)  # which `_rows` points at
+        self._rows = _Rows(
+            digests_NHP.ctypes.data,
+            digests_NHP[0].size,
+            known_NH.ctypes.data,
+            known_NH.strides[0],
+            written_N.ctypes.data,
+            digests_NHP.shape[2],
+        )
+        self._at = ctypes.addressof(self._rows)
+        self._forget, self._keep = library.forget_rows, library.keep_rows
+        self._compare = library.compare_rows
+
+    def forget(self, ids: NDArray[np.int64], lo: int, hi: int) -> None:
+        """They are not known any more, and count as written."""
+        self._forget(self._at, ids.ctypes.data, len(ids), lo, hi)
+
+    def keep(
+        self,
+        ids: NDArray[np.int64],
+        lo: int,
+        hi: int,
+        found: NDArray[np.uint64],
+        good: NDArray[np.bool_] | None,
+    ) -> None:
+        """They count as written, and `found` is known of what is `good` [blocks, heads]; all, if
+        None. Both are dense.
+        """
+        at = None if good is None else good.ctypes.data
+        self._keep(self._at, ids.ctypes.data, len(ids), lo, hi, found.ctypes.data, at)
+
+    def compare(
+        self,
+        ids: NDArray[np.int64],
+        lo: int,
+        hi: int,
+        found: NDArray[np.uint64],
+        written: NDArray[np.uint32],
+    ) -> bool:
+        """Whether `found` is what is known of all, or is known from now on, since nothing was and
+        none was written since `written`. If not, nothing has changed. Both are dense.
+        """
+        at = found.ctypes.data, written.ctypes.data
+        return bool(self._compare(self._at, ids.ctypes.data, len(ids), lo, hi, *at))
+
+
+class Maker(NamedTuple):
+    """The compiled functions."""
+
+    library: ctypes.CDLL
+
+    def rows(
+        self,
+        digests_NHP: NDArray[np.uint64],
+        known_NH: NDArray[np.bool_],
+        written_N: NDArray[np.uint32],
+    ) -> KeptRows:
+        return KeptRows(self.library, digests_NHP, known_NH, written_N)
+
+
+@functools.cache
+def load() -> Maker | None:
+    """The compiled functions, or None where they cannot be had."""
+    address, count = ctypes.c_void_p, ctypes.c_int64
+    blocks = [address, address, count, count, count]
+    return loaded(
+        SOURCE,
+        signatures={
+            "forget_rows": (None, blocks),
+            "keep_rows": (None, [*blocks, address, address]),
+            "compare_rows": (ctypes.c_int, [*blocks, address, address]),
+        },
+        make=Maker,
+        otherwise="digests are kept by numpy, slower",
+        keeps_lock=True,
+    )

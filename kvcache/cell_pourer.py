@@ -1,0 +1,72 @@
+"""Cells on their way out of live blocks into a socket, through a room that stays in a cache.
+
+All that can be is made ready before: the thread that pours sends nothing while it is in Python.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.host_cells import HostCells, Layout
+
+PATIENCE_MS = 5  # for a socket to take more, before what is left is gathered all at once
+
+
+class CellPourer:
+    """Of one layer, as `PoolCells.pourer` made it. Belongs to one thread at a time.
+
+    num_bytes    that leave through the socket
+    room_bytes   of the room that `pour` is to be given
+    digests      [cells]; those of the cells that have left, so far
+    """
+
+    def __init__(
+        self,
+        host: HostCells,
+        pool: int,
+        layout: Layout,
+        ids_B: NDArray[np.int64],
+        tail_slots: int,
+        block_bytes: int,
+        num_cells: int,
+        piece_blocks: int,
+        compare: Callable[[NDArray[np.uint64]], None],
+    ) -> None:
+        """`num_cells` are those of a block. `compare` hears of the digests once all has left."""
+        self._host = host
+        self._pool = pool
+        self._layout = layout
+        self._ids_B = ids_B
+        self._tail_slots = tail_slots
+        self._piece_blocks = min(piece_blocks, len(ids_B))
+        self._compare = compare
+        self.digests = np.zeros(len(ids_B) * num_cells, np.uint64)
+        self.proved = True  # that digests are made: else they are 0, to see what they cost
+        width = block_bytes + 8 * num_cells
+        self.num_bytes = len(ids_B) * width
+        self.room_bytes = self._piece_blocks * width
+
+    def pour(self, fd: int, room: NDArray[np.uint8]) -> int:
+        """Gather, and send through the socket `fd`, a piece at a time: the digests of some blocks,
+        u64 each, then their cells.
+
+        Returns how many bytes have left: not all where the socket takes no more for some
+        milliseconds, so that the blocks are not held by who reads slowly: then all is to be
+        gathered once more, for what is left. Raises OSError, and BlockRotten when all has left.
+        """
+        assert room.nbytes >= self.room_bytes, f"{room.nbytes} bytes for {self.room_bytes}"
+        gone = self._host.pour(
+            fd,
+            self._pool,
+            self._layout,
+            self._ids_B,
+            self._tail_slots,
+            self._piece_blocks,
+            room,
+            PATIENCE_MS,
+            self.digests if self.proved else None,
+        )
+        if gone == self.num_bytes and self.proved:
+            self._compare(self.digests)
+        return gone
