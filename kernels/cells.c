@@ -179,10 +179,24 @@ void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t 
     finish_copies();
 }
 
+enum { AT_ONCE = 128 << 10 };
+
 static int64_t now_ms(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* Until so much is there to be read, or a good part of it: who sends would else have to wake us for every
+ * few kilobytes, which costs it more than it does us. As `poll`. */
+static int wait_for(int fd, int64_t num_bytes, int timeout_ms) {
+    int least = (int)(num_bytes < AT_ONCE ? num_bytes : AT_ONCE), one = 1;
+    struct pollfd ready = {.fd = fd, .events = POLLIN};
+    setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+    int found = poll(&ready, 1, timeout_ms), why = errno;
+    setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &one, sizeof one);
+    errno = why;
+    return found;
 }
 
 /* The other way of `pour_cells`: read from the socket `fd` into `room`, a piece at a time, and scatter
@@ -223,8 +237,7 @@ int64_t catch_cells(int fd, char *pool, const layout *at, const int64_t *blocks,
         const int64_t left = until - now_ms();
         if (left <= 0) return taken;
         if (now < 0 && errno != EINTR) {
-            struct pollfd ready = {.fd = fd, .events = POLLIN};
-            int found = poll(&ready, 1, (int)left);
+            int found = wait_for(fd, to - taken, (int)left);
             if (found == 0) return taken;
             if (found < 0 && errno != EINTR) return -errno;
         }
