@@ -44,7 +44,7 @@ REFUSALS = {
     Verdict.STRAY: Reason.STRAY,
 }
 
-ACK_WITHIN_S = 0.005  # of chunks that lie in a pool: the window has room for as much as that
+ACK_WITHIN_S = 0.005  # of what nobody waits for
 POOL_WINDOWS = 16  # chunks that wait where the pool is read hold up who digests the next ones
 
 
@@ -248,7 +248,7 @@ class PrefillFrames:
         landing.incoming.landed(rank, chunk, landed.bad)
         self.counts.chunks += 1
         self.counts.bytes += chunk.payload_bytes
-        if port.pool is None:
+        if port.pool is None and not landing.incoming.filled:
             self._ack(landing, port, chunk)
         else:
             self._ack_soon(landing, port, chunk)
@@ -289,8 +289,8 @@ class PrefillFrames:
         port.post(Frame(key=landing.order.key.to_proto(), chunk_ack=ack))
 
     def _ack_soon(self, landing: Landing, port: Port, chunk: Chunk) -> None:
-        """Where a chunk takes no room on the way, nobody waits for word of it: the Commit, which
-        says the same of all, may be here first.
+        """Where a chunk takes no room on the way, or is the last, nobody waits for word of it: the
+        Commit, which says the same of all, may be here first.
         """
         acks = landing.acks.setdefault(port, [])
         acks.append(chunk.seq)

@@ -105,6 +105,11 @@ class Incoming:
         return self.state in (Receiving.WHOLE, Receiving.COMMITTED)
 
     @property
+    def filled(self) -> bool:
+        """Every cell of this rank is in its block."""
+        return not self._num_missing
+
+    @property
     def num_whole_blocks(self) -> int:
         """How many of our own blocks, from the prompt's first on, hold all this rank's cells."""
         whole_B = self._landed_LBH.all(axis=(0, 2))
