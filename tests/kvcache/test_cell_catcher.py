@@ -139,3 +139,24 @@ def test_heads_that_are_not_one_run_are_not_caught() -> None:
     store = random_store()
     assert store.catcher(1, TARGET, [0, 2], 4) is None
     assert store.catcher(1, TARGET, HEADS, 4, np.zeros(3, np.uint64)) is None
+
+
+def test_over_tcp_what_comes_in_little_is_taken_and_the_socket_is_left_as_it_was() -> None:
+    """While a turn waits it is woken for a good part of a piece: nobody after it shall be."""
+    cells, digests = gathered(random_store(), IDS)
+    raw = with_seal(pieces_of(cells, digests, len(IDS), 100))
+    store = random_store()
+    catcher = catcher_of(store, TARGET, 100)
+    room = np.zeros(catcher.room_bytes, np.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        for begin in range(0, len(raw), 9000):
+            ours.sendall(raw[begin : begin + 9000])
+            whole = catcher.turn(theirs.fileno(), room)
+            assert theirs.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+        while not whole:
+            whole = catcher.turn(theirs.fileno(), room)
+    assert catcher.num_taken == len(raw)
+    assert (store.gather_cells(1, TARGET, HEADS) == cells).all()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvcache.spec import CacheSpec
-from protos.transfer_pb2 import Frame
+from protos.transfer_pb2 import Chunk, Frame
 from tests.transport.harness import (
     SPEC,
     WAYS,
@@ -17,6 +17,9 @@ from tests.transport.harness import (
 )
 from transport.config import TransportConfig
 from transport.fault_wire import FaultConnector, Item
+from transport.from_prefill import PrefillFrames
+from transport.landing import Landing
+from transport.port import Port
 
 SOURCE, TARGET = [5, 3, 9, 0, 11], [7, 20, 2, 15, 4]  # blocks, on either side
 
@@ -137,6 +140,33 @@ async def test_a_call_that_comes_before_its_order_waits_for_it() -> None:
         await group.commit(key)
         await asyncio.gather(*shipped)
         group.check_blocks(18, SOURCE, TARGET)
+
+
+async def test_the_last_chunk_is_acknowledged_by_the_commit_or_where_that_waits_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    acked: list[int] = []
+    ack = PrefillFrames._ack
+
+    def note(frames: PrefillFrames, landing: Landing, port: Port, chunk: Chunk) -> None:
+        acked.append(chunk.seq)
+        ack(frames, landing, port, chunk)
+
+    monkeypatch.setattr(PrefillFrames, "_ack", note)
+    monkeypatch.setattr("transport.from_prefill.ACK_WITHIN_S", 3600)
+    async with network("tcp") as net, cluster(net) as group:
+        (report,), _ = await group.carry(18, SOURCE, TARGET)
+        assert acked == list(range(report.chunks - 1))
+        monkeypatch.setattr("transport.from_prefill.ACK_WITHIN_S", 0.001)
+        key, (shipper,) = group.key(), group.prefill.shippers
+        expected, shipped = group.expect(key, 18, TARGET), group.ship(key, 18)
+        group.seal_all(key, 18, SOURCE)
+        await asyncio.gather(*expected)
+        departure = shipper.lend(key)
+        assert departure is not None
+        await soon(lambda: departure.outgoing.pairs[0].idle)
+        await group.commit(key)
+        await asyncio.gather(*shipped)
 
 
 async def test_prefill_holds_its_blocks_until_every_decode_rank_has_committed() -> None:
