@@ -1,8 +1,8 @@
 """What is kept of blocks, entered and compared row by row without numpy's many small calls.
 
 `kept_rows.c` is compiled at first use. Whoever calls it has just digested or moved some MiB, so
-Python is in no cache, and each call of numpy costs several times what it usually does: 128 blocks
-took 95 to 214 us there, and take 14 to 46 here. Where there is no compiler, `load` answers None.
+Python is in no cache, and each call of numpy costs several times what it usually does
+(docs/performance.md). Where there is no compiler, `load` answers None.
 """
 
 import ctypes
