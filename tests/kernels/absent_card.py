@@ -24,15 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
+from tests.kernels.waits import WAITING
+
 aten = torch.ops.aten
-WAITING = {
-    aten.item,
-    aten._local_scalar_dense,
-    aten.nonzero,
-    aten.equal,
-    aten.is_nonzero,
-    aten.masked_select,
-}
 SHARED_BYTES = {
     80: 163 << 10,
     89: 99 << 10,

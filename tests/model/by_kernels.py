@@ -26,17 +26,9 @@ from model.decode_graphs import Compute, DecodeGraphs, Recorder, Replay
 from model.decoder import Decoder
 from model.model import Model, OnLayer
 from model.source import ModelSource, open_model
+from tests.kernels.waits import WAITING
 from tests.model.paged_run import PagedRun
 
-aten = torch.ops.aten
-WAITING = {
-    aten.item,
-    aten._local_scalar_dense,
-    aten.nonzero,
-    aten.equal,
-    aten.is_nonzero,
-    aten.masked_select,
-}
 TOKENS = random.Random(3).choices(range(101), k=16)
 
 

@@ -194,6 +194,18 @@ async def until_announced(
         await index.close()
 
 
+def another_router(cluster: LiveCluster, **settings: Any) -> RouterSettings:
+    """Beside the cluster's own, over the same index."""
+    return RouterSettings(
+        model="checksum",
+        grpc_port=0,
+        http_port=0,
+        redis_url=cluster.redis_url,
+        key_prefix=cluster.key_prefix,
+        **settings,
+    )
+
+
 async def test_another_router_serves_as_well_when_one_is_killed(cluster: LiveCluster) -> None:
     """It has routed none of these prompts; the killed one comes back and knows them, too. What it
     was serving ends, and leaves nothing on the workers.
@@ -202,14 +214,7 @@ async def test_another_router_serves_as_well_when_one_is_killed(cluster: LiveClu
     await cached_share(cluster.stub, prompts)
     await until_announced(cluster, prompts)
     before = await cached_share(cluster.stub, prompts)
-    settings = RouterSettings(
-        model="checksum",
-        grpc_port=0,
-        http_port=0,
-        redis_url=cluster.redis_url,
-        key_prefix=cluster.key_prefix,
-        drain_s=0.2,
-    )
+    settings = another_router(cluster, drain_s=0.2)
     async with (
         serving(settings, ServedModel.of(open_model("checksum"))) as info,
         grpc.aio.insecure_channel(info["grpc_address"]) as channel,
@@ -233,15 +238,7 @@ async def test_tenants_share_what_the_operator_made_public_and_nothing_else(
     """Both send one prompt: four public blocks, then two and a half that are each one's own."""
     text = "You answer for everyone who asks you, and each of them is alone."
     prompt = [*text.encode(), *prompt_of(40, seed=950)]
-    settings = RouterSettings(
-        model="checksum",
-        grpc_port=0,
-        http_port=0,
-        redis_url=cluster.redis_url,
-        key_prefix=cluster.key_prefix,
-        api_keys={"a": "alice", "b": "bob"},
-        public_prompts=[text],
-    )
+    settings = another_router(cluster, api_keys={"a": "alice", "b": "bob"}, public_prompts=[text])
     async with (
         serving(settings, ServedModel.of(open_model("checksum"))) as info,
         grpc.aio.insecure_channel(info["grpc_address"]) as channel,

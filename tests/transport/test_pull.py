@@ -161,9 +161,11 @@ async def test_what_a_link_keeps_damaging_is_fetched_from_the_prefill_rank_by_a_
         assert counts.repaired_cells == 1  # the good cells of its chunks never moved again
 
 
-@pytest.mark.parametrize("cells_each", [1, 4, 44])
-async def test_what_is_more_than_a_call_may_bring_is_asked_for_by_several(cells_each: int) -> None:
-    """Every cell comes damaged: three layers of five blocks of three heads."""
+@asynccontextmanager
+async def all_damaged(cells_each: int) -> AsyncIterator[tuple[Cluster, str]]:
+    """Two ends, and where to call, where a call may bring so many cells. All 45 come damaged: three
+    layers of five blocks of three heads.
+    """
     config = replace(QUICK, max_call_bytes=cells_each * 2 * SPEC_CELL_BYTES)
     async with (
         network("loopback") as net,
@@ -172,6 +174,12 @@ async def test_what_is_more_than_a_call_may_bring_is_asked_for_by_several(cells_
         ) as group,
         serving(group, config=config) as address,
     ):
+        yield group, address
+
+
+@pytest.mark.parametrize("cells_each", [1, 4, 44])
+async def test_what_is_more_than_a_call_may_bring_is_asked_for_by_several(cells_each: int) -> None:
+    async with all_damaged(cells_each) as (group, address):
         await carry(group, {"source_addresses": (address,)})
         group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
         assert group.decode.receivers[0].counts.pulled_cells == 45
@@ -213,14 +221,7 @@ class Counting(GrpcPuller):
 
 
 async def test_however_much_is_damaged_a_lender_gets_a_few_calls_at_once() -> None:
-    config = replace(QUICK, max_call_bytes=2 * SPEC_CELL_BYTES)  # one cell of 45
-    async with (
-        network("loopback") as net,
-        cluster(
-            net, config=config, wrap=lambda inner: FaultConnector(inner, damaging_before(5))
-        ) as group,
-        serving(group, config=config) as address,
-    ):
+    async with all_damaged(1) as (group, address):
         group.decode.receivers[0]._mender._puller = counting = Counting(5)
         await carry(group, {"source_addresses": (address,)})
         group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
