@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <time.h>
 
 #include "cells.h"
@@ -18,6 +19,8 @@
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0
 #endif
+
+enum { MOST_VIEWS = 1024 }; /* that the kernel takes at once */
 
 typedef struct {
     int64_t block_stride, plane_stride, head_stride, slot_stride; /* of the pool, in bytes */
@@ -38,16 +41,35 @@ static void copy_slots(char *to, int64_t to_stride, const char *from, int64_t fr
         memcpy(to + slot * to_stride, from + slot * from_stride, at->slot_bytes);
 }
 
+/* Whether the cells of a block follow each other in the pool as they do in a buffer. */
+static int in_order(const layout *at) {
+    const int64_t cell_bytes = at->num_slots * at->slot_bytes;
+    return at->slot_stride == at->slot_bytes && at->plane_stride == cell_bytes &&
+           at->head_stride == at->num_planes * cell_bytes;
+}
+
+enum { LARGE = 1 << 20 }; /* what nobody who reads it next would find in a cache of his own */
+
 /* Digests, where they are wanted, are made on the way; those of one block lie `digest_stride` apart
- * from those of the next. */
+ * from those of the next. Without them much that lies in order goes past the caches. */
 void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
                   char *cells, int64_t block_stride, digest_fn digest, uint64_t *digests,
                   int64_t digest_stride) {
     const int64_t cell_bytes = at->num_slots * at->slot_bytes;
-    const int dense = at->slot_stride == at->slot_bytes;
+    const int64_t block_bytes = (at->hi - at->lo) * at->num_planes * cell_bytes;
+    const int dense = at->slot_stride == at->slot_bytes, whole = !digests && in_order(at);
+    const int past = whole && num_blocks * block_bytes > LARGE;
     for (int64_t b = 0; b < num_blocks; b++) {
         char *to = cells + b * block_stride;
         uint64_t *found = digests ? digests + b * digest_stride : NULL;
+        if (whole) {
+            const char *from = cell_of(pool, at, blocks[b], at->lo, 0);
+            if (past)
+                copy_past_caches(to, from, block_bytes);
+            else
+                memcpy(to, from, block_bytes);
+            continue;
+        }
         for (int64_t head = at->lo; head < at->hi; head++)
             for (int64_t plane = 0; plane < at->num_planes; plane++) {
                 const char *cell = cell_of(pool, at, blocks[b], head, plane);
@@ -62,6 +84,7 @@ void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t n
                 to += cell_bytes;
             }
     }
+    if (past) finish_copies();
 }
 
 /* Digests alone, of cells that stay where they are: those that lie in one piece are only read, others
@@ -114,20 +137,44 @@ static void clear_tail(const layout *at, char *cells, int64_t tail_slots, digest
     }
 }
 
-/* Gather as above, and send it all through the socket `fd`, `piece_blocks` at a time, their digests
- * before their cells: what is small enough to be in a cache still when the kernel copies it costs
+/* Send what `views` name, and move them on past what has left; none are `left` when all has. Returns how
+ * many bytes that was: all, or those before the socket took none for `patience_ms`; or -errno. */
+static int64_t send_all(int fd, struct iovec *views, int64_t *left, int patience_ms) {
+    int64_t gone = 0;
+    while (*left) {
+        struct msghdr message = {.msg_iov = views, .msg_iovlen = *left < MOST_VIEWS ? *left : MOST_VIEWS};
+        ssize_t now = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (now >= 0) {
+            gone += now;
+            for (; *left && (size_t)now >= views->iov_len; views++, --*left) now -= views->iov_len;
+            if (*left) views->iov_base = (char *)views->iov_base + now, views->iov_len -= now;
+            continue;
+        }
+        if (errno == EINTR) continue;
+        if (errno != EAGAIN && errno != EWOULDBLOCK) return -errno;
+        struct pollfd ready = {.fd = fd, .events = POLLOUT};
+        int found = poll(&ready, 1, patience_ms);
+        if (found == 0) return gone;
+        if (found < 0 && errno != EINTR) return -errno;
+    }
+    return gone;
+}
+
+/* Gather as above, and send it all through the socket `fd` behind a `head`, `piece_blocks` at a time, their
+ * digests before their cells: what is small enough to be in a cache still when the kernel copies it costs
  * half. `room` takes one piece. Returns how many bytes have left: all, or those before the socket took
  * none for `patience_ms`; or -errno. */
-int64_t pour_cells(int fd, char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
-                   int64_t tail_slots, int64_t piece_blocks, char *room, int patience_ms,
-                   digest_fn digest, uint64_t *digests) {
+int64_t pour_cells(int fd, void *head, int64_t head_bytes, char *pool, const layout *at,
+                   const int64_t *blocks, int64_t num_blocks, int64_t tail_slots,
+                   int64_t piece_blocks, char *room, int patience_ms, digest_fn digest,
+                   uint64_t *digests) {
     const int64_t num_cells = (at->hi - at->lo) * at->num_planes;
     const int64_t block_bytes = num_cells * at->num_slots * at->slot_bytes;
-    int64_t gone = 0;
+    struct iovec views[2] = {{head, head_bytes}};
+    int64_t gone = 0, num_views = 1;
     for (int64_t b = 0; b < num_blocks; b += piece_blocks) {
         const int64_t count = num_blocks - b < piece_blocks ? num_blocks - b : piece_blocks;
         const int64_t proof_bytes = count * num_cells * (int64_t)sizeof *digests;
-        const int64_t piece_bytes = proof_bytes + count * block_bytes;
         char *cells = room + proof_bytes;
         uint64_t *proofs = digests ? digests + b * num_cells : NULL;
         gather_cells(pool, at, blocks + b, count, cells, block_bytes, digest, proofs, num_cells);
@@ -138,20 +185,62 @@ int64_t pour_cells(int fd, char *pool, const layout *at, const int64_t *blocks, 
             memcpy(room, proofs, proof_bytes);
         else
             memset(room, 0, proof_bytes);
-        for (int64_t sent = 0; sent < piece_bytes;) {
-            ssize_t now = send(fd, room + sent, piece_bytes - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-            if (now >= 0) {
-                sent += now;
-                gone += now;
-                continue;
-            }
-            if (errno == EINTR) continue;
-            if (errno != EAGAIN && errno != EWOULDBLOCK) return -errno;
-            struct pollfd ready = {.fd = fd, .events = POLLOUT};
-            int found = poll(&ready, 1, patience_ms);
-            if (found == 0) return gone;
-            if (found < 0 && errno != EINTR) return -errno;
+        views[num_views++] = (struct iovec){room, proof_bytes + count * block_bytes};
+        int64_t now = send_all(fd, views, &num_views, patience_ms);
+        if (now < 0) return now;
+        gone += now;
+        if (num_views) return gone;
+    }
+    return gone;
+}
+
+/* The views of a block's cells, as they are to follow each other: where they lie in one piece, no more
+ * than one. Returns how many there are now. */
+static int64_t view_block(char *pool, const layout *at, int64_t block, struct iovec *views,
+                          int64_t num_views) {
+    const int64_t cell_bytes = at->num_slots * at->slot_bytes;
+    for (int64_t head = at->lo; head < at->hi; head++)
+        for (int64_t plane = 0; plane < at->num_planes; plane++) {
+            char *cell = cell_of(pool, at, block, head, plane);
+            struct iovec *last = views + num_views - 1; /* at least the digests' */
+            if ((char *)last->iov_base + last->iov_len == cell)
+                last->iov_len += cell_bytes;
+            else
+                views[num_views++] = (struct iovec){cell, cell_bytes};
         }
+    return num_views;
+}
+
+/* As `pour_cells`, where digests are known, and so is the `seal` that comes behind all: nothing is read but
+ * by the kernel, which copies the cells from where they lie. Those of a layout whose cells are in pieces,
+ * and of a tail, pass through `room`. `views` takes one for each cell of a piece, and four more. */
+int64_t send_cells(int fd, void *head, int64_t head_bytes, char *pool, const layout *at,
+                   const int64_t *blocks, int64_t num_blocks, int64_t tail_slots,
+                   int64_t piece_blocks, char *room, int patience_ms, struct iovec *views,
+                   uint64_t *digests, uint64_t seal) {
+    const int64_t num_cells = (at->hi - at->lo) * at->num_planes;
+    const int64_t block_bytes = num_cells * at->num_slots * at->slot_bytes;
+    const int dense = at->slot_stride == at->slot_bytes;
+    int64_t gone = 0, num_views = 1;
+    views[0] = (struct iovec){head, head_bytes};
+    for (int64_t b = 0; b < num_blocks; b += piece_blocks) {
+        const int64_t count = num_blocks - b < piece_blocks ? num_blocks - b : piece_blocks;
+        const int last = b + count == num_blocks, tail = tail_slots && last;
+        const int64_t whole = dense ? count - tail : 0;
+        const size_t proof_bytes = count * num_cells * sizeof *digests;
+        views[num_views++] = (struct iovec){digests + b * num_cells, proof_bytes};
+        for (int64_t i = 0; i < whole; i++)
+            num_views = view_block(pool, at, blocks[b + i], views, num_views);
+        if (whole < count) {
+            gather_cells(pool, at, blocks + b + whole, count - whole, room, block_bytes, NULL, NULL, 0);
+            if (tail) clear_tail(at, room + (count - whole - 1) * block_bytes, tail_slots, NULL, NULL);
+            views[num_views++] = (struct iovec){room, (count - whole) * block_bytes};
+        }
+        if (last) views[num_views++] = (struct iovec){&seal, sizeof seal};
+        int64_t now = send_all(fd, views, &num_views, patience_ms);
+        if (now < 0) return now;
+        gone += now;
+        if (num_views) return gone;
     }
     return gone;
 }

@@ -76,6 +76,7 @@ class HostCells(NamedTuple):
     def pour(
         self,
         fd: int,
+        head: bytes,
         pool: int,
         layout: Layout,
         block_ids: NDArray[np.int64],
@@ -85,28 +86,43 @@ class HostCells(NamedTuple):
         patience_ms: int,
         digests: NDArray[np.uint64] | None,
     ) -> int:
-        """Gather, and send it through the socket `fd`, `piece_blocks` at a time in `room`, which
-        must hold as many: their digests, then their cells. Of the last block `tail_slots` slots
-        have meaning, 0: all. `digests`, if given, is dense; else what is sent of them is 0.
+        """Gather, and send it through the socket `fd` behind `head`, `piece_blocks` at a time in
+        `room`, which must hold as many: their digests, then their cells. Of the last block
+        `tail_slots` slots have meaning, 0: all. `digests`, if given, is dense; else what is sent of
+        them is 0.
 
         Returns how many bytes have left: fewer than all where the socket takes none for
         `patience_ms`. Raises OSError.
         """
-        return _count(
-            self.library.pour_cells(
-                ctypes.c_int(fd),
-                ctypes.c_void_p(pool),
-                ctypes.byref(layout),
-                ctypes.c_void_p(block_ids.ctypes.data),
-                ctypes.c_int64(len(block_ids)),
-                ctypes.c_int64(tail_slots),
-                ctypes.c_int64(piece_blocks),
-                ctypes.c_void_p(room.ctypes.data),
-                ctypes.c_int(patience_ms),
-                self.digest,
-                ctypes.c_void_p(None if digests is None else digests.ctypes.data),
-            )
-        )
+        where = (fd, head, len(head), pool, ctypes.byref(layout))
+        blocks = (block_ids.ctypes.data, len(block_ids), tail_slots, piece_blocks)
+        proofs = None if digests is None else digests.ctypes.data
+        pour, through = self.library.pour_cells, room.ctypes.data
+        return _count(pour(*where, *blocks, through, patience_ms, self.digest, proofs))
+
+    def send(
+        self,
+        fd: int,
+        head: bytes,
+        pool: int,
+        layout: Layout,
+        block_ids: NDArray[np.int64],
+        tail_slots: int,
+        piece_blocks: int,
+        room: NDArray[np.uint8],
+        patience_ms: int,
+        digests: NDArray[np.uint64],
+        seal: int,
+    ) -> int:
+        """As `pour`, of cells whose `digests` are known: they leave from where they lie, and `seal`
+        behind them, a u64.
+        """
+        views = np.empty(2 * (piece_blocks * digests.size // len(block_ids) + 4), np.uintp)
+        where = (fd, head, len(head), pool, ctypes.byref(layout))
+        blocks = (block_ids.ctypes.data, len(block_ids), tail_slots, piece_blocks)
+        send, through = self.library.send_cells, room.ctypes.data
+        proofs = (views.ctypes.data, digests.ctypes.data, seal)
+        return _count(send(*where, *blocks, through, patience_ms, *proofs))
 
     def catch(
         self,
@@ -300,7 +316,7 @@ def load() -> HostCells | None:
     address, count = ctypes.c_void_p, ctypes.c_int64
     cells = [address, address, address, count, address, count, address, address, count]
     number = ctypes.c_int
-    pour = [number, *cells[:4], count, count, address, number, address, address]
+    pour = [number, ctypes.c_char_p, count, *cells[:4], count, count, address, number]
     catch = [number, *cells[:4], count, address, count, number, address, number, number]
     pool = [address, address, address]
     move = [*pool, *pool, count, count, address, address, address, count, address]
@@ -312,7 +328,8 @@ def load() -> HostCells | None:
             "digest_blocks": (None, [*cells[:4], count, address, address, address, count]),
             "note_blocks": (None, [*cells[:4], address, *cells[6:], address, count, address]),
             "digest_cells": (None, [address, address, count, count, address]),
-            "pour_cells": (count, pour),
+            "pour_cells": (count, [*pour, address, address]),
+            "send_cells": (count, [*pour, address, address, ctypes.c_uint64]),
             "catch_cells": (count, [*catch, address, address, address]),
             "move_cells": (None, move),
         },

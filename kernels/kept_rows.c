@@ -43,6 +43,19 @@ void keep_rows(const rows *of, const int64_t *blocks, int64_t num_blocks, int64_
     }
 }
 
+/* Copies what is kept into `found`, if it is of all of them. Whether it is. */
+int known_rows(const rows *of, const int64_t *blocks, int64_t num_blocks, int64_t lo, int64_t hi,
+               uint64_t *found) {
+    const int64_t width = hi - lo, num_digests = width * of->num_planes;
+    for (int64_t b = 0; b < num_blocks; b++, found += num_digests) {
+        const uint8_t *known = of->known + blocks[b] * of->known_stride + lo;
+        if (memchr(known, 0, width)) return 0;
+        memcpy(found, of->digests + blocks[b] * of->digest_stride + lo * of->num_planes,
+               num_digests * sizeof *found);
+    }
+    return 1;
+}
+
 /* Whether `found` are the digests kept, or are kept from now on as none were and nobody has written
  * since `before`. 0: somebody has to look closer, and nothing was changed. */
 int compare_rows(const rows *of, const int64_t *blocks, int64_t num_blocks, int64_t lo, int64_t hi,

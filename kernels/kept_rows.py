@@ -56,7 +56,7 @@ class KeptRows:
         )
         self._at = ctypes.addressof(self._rows)
         self._forget, self._keep = library.forget_rows, library.keep_rows
-        self._compare = library.compare_rows
+        self._compare, self._known = library.compare_rows, library.known_rows
 
     def forget(self, ids: NDArray[np.int64], lo: int, hi: int) -> None:
         """They are not known any more, and count as written."""
@@ -75,6 +75,10 @@ class KeptRows:
         """
         at = None if good is None else good.ctypes.data
         self._keep(self._at, ids.ctypes.data, len(ids), lo, hi, found.ctypes.data, at)
+
+    def known(self, ids: NDArray[np.int64], lo: int, hi: int, found: NDArray[np.uint64]) -> bool:
+        """Whether all of them are known; `found`, dense, then has what is kept."""
+        return bool(self._known(self._at, ids.ctypes.data, len(ids), lo, hi, found.ctypes.data))
 
     def compare(
         self,
@@ -116,6 +120,7 @@ def load() -> Maker | None:
             "forget_rows": (None, blocks),
             "keep_rows": (None, [*blocks, address, address]),
             "compare_rows": (ctypes.c_int, [*blocks, address, address]),
+            "known_rows": (ctypes.c_int, [*blocks, address]),
         },
         make=Maker,
         otherwise="digests are kept by numpy, slower",

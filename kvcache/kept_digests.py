@@ -109,7 +109,13 @@ class KeptDigests:
 
     def known(self, layer: int, block_ids: Ids, heads: Sequence[int]) -> Digests | None:
         """What was kept of these cells, if it is of all of them."""
-        place = self._cells(np.asarray(block_ids, dtype=np.int64), heads)
+        ids = np.asarray(block_ids, dtype=np.int64)
+        rows, run = self._rows.get(layer), _run_of(heads)
+        if rows is not None and run is not None:
+            kept = np.empty((len(ids), len(heads), self._digests[layer].shape[2]), np.uint64)
+            with self._lock:
+                return kept if rows.known(ids, *run, kept) else None
+        place = self._cells(ids, heads)
         with self._lock:
             if not self._known_NLH[:, self._place[layer]][place].all():
                 return None

@@ -180,6 +180,10 @@ class KvStore:
         """As `PoolCells`, by whole blocks."""
         return self._cells.pourer(layer, block_ids, heads, tail_tokens, piece_blocks)
 
+    def streams(self, heads: Sequence[int]) -> bool:
+        """As `PoolCells`, by whole blocks."""
+        return self._cells.streams(heads)
+
     def catcher(
         self,
         layer: int,
@@ -210,6 +214,10 @@ class KvStore:
     ) -> NDArray[np.uint64] | None:
         """As `PoolCells`, by whole blocks."""
         return self._cells.known_digests(layer, block_ids, heads, tail_tokens)
+
+    def are_settled(self, layer: int, block_ids: Sequence[int]) -> bool:
+        """As `PoolCells`, by whole blocks."""
+        return self._cells.are_settled(layer, block_ids)
 
     def settle_cells(self, layer: int, block_ids: Sequence[int]) -> None:
         """As `PoolCells`, by whole blocks."""

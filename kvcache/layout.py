@@ -13,7 +13,7 @@ class KvLayout(StrEnum):
 
 # The slowest dimension first: N blocks, P planes, H KV heads, S slots, D head dim.
 MEMORY_ORDER = {
-    KvLayout.HEAD_MAJOR: "NPHSD",
+    KvLayout.HEAD_MAJOR: "NHPSD",
     KvLayout.TOKEN_MAJOR: "NPSHD",
     KvLayout.PLANE_MAJOR: "PNSHD",
 }

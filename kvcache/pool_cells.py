@@ -167,15 +167,18 @@ class PoolCells:
         tail_tokens: int | None,
         piece_blocks: int,
     ) -> CellPourer | None:
-        """What sends the cells that `gather_cells` would give through a socket while it gathers
-        them, `piece_blocks` at a time; None where it cannot be done so.
+        """What sends the cells that `gather_cells` would give through a socket, `piece_blocks` at a
+        time; None where it cannot be done so. They are sent while they are gathered; or from where
+        they lie, if their digests are known.
         """
         way, ids_B = self._way(layer, heads), self._checked(block_ids)
         if self._host is None or way is None or not len(ids_B):
             return None
-        compare = self._comparison(layer, ids_B, heads, tail_tokens)
+        known = self._known(layer, ids_B, heads, tail_tokens)
+        fresh = known is None
+        compare = self._comparison(layer, ids_B, heads, tail_tokens) if fresh else _nothing
         made = (way.layout, ids_B, tail_tokens or 0, way.block_bytes, way.num_cells, piece_blocks)
-        return CellPourer(self._host, way.pool, *made, compare)
+        return CellPourer(self._host, way.pool, *made, known, compare)
 
     def catcher(
         self,
@@ -200,6 +203,10 @@ class PoolCells:
             touched = np.unique(ids_B // self._parts) if self._parts > 1 else ids_B
             made.keep_in(self._kept, layer, self._locals(heads), touched, self._parts == 1)
         return made
+
+    def streams(self, heads: Sequence[int]) -> bool:
+        """Whether there is a `pourer` and a `catcher` for cells of these heads."""
+        return self._host is not None and len(self._local_runs(heads)) == 1
 
     def _way(self, layer: int, heads: Sequence[int]) -> "_Way | None":
         """The same as before for the same heads, which are those of a pair of ranks; None where
@@ -242,15 +249,18 @@ class PoolCells:
         heads: Sequence[int],
         tail_tokens: int | None = None,
     ) -> NDArray[np.uint64] | None:
-        """As `digest_cells`, if that takes but a moment: no whole block is read, and none is yet
-        to be made ready for who reads it. Else None.
+        """As `digest_cells`, if that takes but a moment: of whole blocks those that are kept, and
+        only a tail is read. None if some are not.
         """
+        return self._known(layer, self._checked(block_ids), heads, tail_tokens)
+
+    def _known(
+        self, layer: int, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None
+    ) -> NDArray[np.uint64] | None:
+        """As `known_digests`."""
         if self._kept is None or self._parts > 1:
             return None
-        ids_B = self._checked(block_ids)
         whole_B = ids_B if tail_tokens is None else ids_B[:-1]
-        if self._shared is not None and not self._settled_NL[ids_B, layer].all():
-            return None
         known = self._kept.known(layer, whole_B, self._locals(heads))
         if known is None or tail_tokens is None:
             return None if known is None else known.reshape(-1)
@@ -305,13 +315,18 @@ class PoolCells:
             pool, own_BN = pool_NPHSD.data_ptr(), digests_BN[:, first:]
             host.digest_blocks(pool, layout, ids_B, tail, own_BN)
 
+    def are_settled(self, layer: int, block_ids: Sequence[int] | NDArray[np.int64]) -> bool:
+        """Whether `settle_cells` has nothing left to do for these."""
+        if self._shared is None:
+            return True
+        ids_B = np.asarray(block_ids, dtype=np.int64) // self._parts
+        return bool(self._settled_NL[ids_B, layer].all())
+
     def settle_cells(self, layer: int, block_ids: Sequence[int] | NDArray[np.int64]) -> None:
         """Whoever is about to read these blocks in a shown pool shall find them in huge pages."""
-        if (shared := self._shared) is None:
+        if (shared := self._shared) is None or self.are_settled(layer, block_ids):
             return
         ids_B = np.asarray(block_ids, dtype=np.int64) // self._parts
-        if self._settled_NL[ids_B, layer].all():
-            return
         pool_NPHSD = self._layers[layer]
         block, plane, *_ = (stride * pool_NPHSD.itemsize for stride in pool_NPHSD.stride())
         begin = pool_NPHSD.data_ptr() - shared.array.ctypes.data

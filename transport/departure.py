@@ -69,6 +69,10 @@ class Pool(CellSource, Protocol):
         tail_tokens: int | None = None,
     ) -> NDArray[np.uint64] | None: ...
 
+    def are_settled(self, layer: int, block_ids: Sequence[int]) -> bool: ...
+
+    def streams(self, heads: Sequence[int]) -> bool: ...
+
     def pourer(
         self,
         layer: int,
@@ -163,9 +167,10 @@ def pouring(
     place, cells = place_of(key, chunk), _cut(source, departure)
     chunk.check = check_of(place, b"")
     pourer = cells.pourer(run.layer, run.block_ids, heads, run.tail_tokens, count)
+    seal = seal_of(place, pourer.digests) if pourer is not None and pourer.known else None
 
     def pour(outlet: Outlet) -> int | None:
-        work = partial(_pour, cells, departure, heads, part, chunk, place, pourer, outlet)
+        work = partial(_pour, cells, departure, heads, part, chunk, place, pourer, seal, outlet)
         return _read(departure, rank, part, work)
 
     return Pouring(Frame(key=key.to_proto(), chunk=chunk), num_bytes, num_digests, pour)
@@ -188,7 +193,7 @@ def known_digests(
 ) -> NDArray[np.uint64] | None:
     """Those of a chunk, if they are at hand: `point` then reads nothing, and takes but a moment."""
     run = part.run
-    if departure.shape.parts > 1:
+    if departure.shape.parts > 1 or not source.are_settled(run.layer, run.block_ids):
         return None
     return source.known_digests(run.layer, run.block_ids, heads, run.tail_tokens)
 
@@ -212,9 +217,15 @@ def _gather(
     source: Pool, departure: Departure, heads: Sequence[int], part: Part, room: memoryview
 ) -> tuple[Chunk, Frame]:
     source, run, key = _cut(source, departure), part.run, departure.order.key
-    digests = _digests(departure, heads, run)
     out = np.frombuffer(room, dtype=np.uint8)
-    source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out, digests)
+    digests = None
+    if not part.heads:  # else they came damaged, and may have lain damaged
+        digests = source.known_digests(run.layer, run.block_ids, heads, run.tail_tokens)
+    if digests is not None:
+        source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out)
+    else:
+        digests = _digests(departure, heads, run)
+        source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out, digests)
     chunk = _chunk(part, room.nbytes, digests=digests_to_bytes(digests))
     chunk.check = chunk_check(key, chunk)
     return chunk, Frame(key=key.to_proto(), chunk=chunk)
@@ -228,20 +239,21 @@ def _pour(
     chunk: Chunk,
     place: bytes,
     pourer: CellPourer | None,
+    seal: int | None,
     outlet: Outlet,
 ) -> tuple[Chunk, int]:
-    fd, piece = outlet.begin()
+    fd, head, piece = outlet.begin()
     digests = _digests(departure, heads, part.run) if pourer is None else pourer.digests
     if pourer is not None:
         try:
-            outlet.gone(pourer.pour(fd, piece))
+            outlet.gone(pourer.pour(fd, head, piece, seal))
         except BlockRotten:  # which is found out when all has left
-            outlet.all_gone()
+            outlet.pieces_gone()
             raise
     if (room := outlet.rest(digests)) is not None:
         run = part.run
         source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, room, digests)
-    return chunk, seal_of(place, digests)
+    return chunk, seal_of(place, digests) if seal is None else seal
 
 
 def _point(

@@ -36,6 +36,7 @@ class FrameSocket:
 
     def __init__(self, sock: socket.socket, unread: bool = False) -> None:
         """With `unread`, payloads are told before they are read."""
+        self.unread = unread
         sock.setblocking(True)  # the threads block; the loop asks with MSG_DONTWAIT
         self._sock = sock
         self._writer = Threads(1, "kv-socket-write", patient=True)

@@ -44,8 +44,8 @@ REFUSALS = {
     Verdict.STRAY: Reason.STRAY,
 }
 
-ACK_WITHIN_S = 0.005  # of what nobody waits for
-POOL_WINDOWS = 16  # chunks that wait where the pool is read hold up who digests the next ones
+ACK_WITHIN_S = 0.05  # of what nobody waits for
+PASSING_WINDOWS = 16  # of what is stored nowhere: acknowledgements hold up nobody
 
 
 class PrefillFrames:
@@ -164,10 +164,16 @@ class PrefillFrames:
         landing.incoming.pairs[hello.prefill_rank].heard_at = self._clock.now()
         if wanted:
             window_bytes = self._config.window_bytes
-            if port.pool is not None:  # nothing is stored on the way that a window would bound
-                window_bytes *= POOL_WINDOWS
+            if self._passes(landing, port, hello.prefill_rank):
+                window_bytes *= PASSING_WINDOWS
             credit = Credit(first_block=landing.incoming.first_block, window_bytes=window_bytes)
             port.post(Frame(key=order.key.to_proto(), credit=credit))
+
+    def _passes(self, landing: Landing, port: Port, rank: int) -> bool:
+        """Whether nothing of this pair is stored on the way, so that no window need bound it."""
+        if port.pool is not None:
+            return True
+        return port.tells_ahead and self._lander.catches(landing.incoming.pairs[rank].heads)
 
     def _is_damaged(self, landing: Landing, port: Port, chunk: Chunk, payload: Payload) -> bool:
         """Whether a chunk's header is not what was sent; it is then asked for again."""
@@ -248,10 +254,10 @@ class PrefillFrames:
         landing.incoming.landed(rank, chunk, landed.bad)
         self.counts.chunks += 1
         self.counts.bytes += chunk.payload_bytes
-        if port.pool is None and not landing.incoming.filled:
-            self._ack(landing, port, chunk)
-        else:
+        if self._passes(landing, port, rank) or landing.incoming.filled:
             self._ack_soon(landing, port, chunk)
+        else:
+            self._ack(landing, port, chunk)
         self._arrivals.review(landing)
         self._mender.mend(landing)
 

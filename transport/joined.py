@@ -17,6 +17,7 @@ Message = tuple[Frame, memoryview | None]
 _LENGTH_DELIMITED = 2
 _CHUNK = Frame.CHUNK_FIELD_NUMBER << 3 | _LENGTH_DELIMITED  # both tags are a single byte
 _PAYLOAD = Chunk.PAYLOAD_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+LINE = 64  # of a cache: a payload that begins with one, and ends so, is written past the caches
 _PADDING = bytes([0xFA, 0x7F])  # of field 2047, which no frame has
 
 # gRPC takes nothing but bytes, and Python's C API lets who has just made some fill them.
@@ -47,6 +48,11 @@ class Unsent:
         self._front_bytes = 1024 + payload_bytes // 256  # a digest for every 2 KiB, and more
         size = self._front_bytes + len(outer) + payload_bytes
         self._raw: bytes = _new_bytes(None, size)
+        beyond = (_address_of(self._raw) + size) % LINE
+        if beyond:  # so much memory is likely to begin alike when it is asked for again
+            self._front_bytes += LINE - beyond
+            size += LINE - beyond
+            self._raw = _new_bytes(None, size)
         address = _address_of(self._raw)
         self._memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         self._memory[self._front_bytes : size - payload_bytes] = outer

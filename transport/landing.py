@@ -65,6 +65,8 @@ class CatchingSink(CellSink, Protocol):
 
     def cut(self, block_size: int) -> "CatchingSink": ...
 
+    def streams(self, heads: Sequence[int]) -> bool: ...
+
     def catcher(
         self,
         layer: int,
@@ -130,6 +132,10 @@ class Lander:
         job = self._copiers.do(work)
         landing.jobs.add(job)
         return job
+
+    def catches(self, heads: Sequence[int]) -> bool:
+        """Whether chunks of these heads land while they are read, where the wire tells of them."""
+        return self._catching is not None and self._catching.streams(heads)
 
     def catcher(
         self, landing: Landing, run: CellRun, chunk: Chunk, inlet: Inlet

@@ -91,14 +91,16 @@ class Outlet(Protocol):
 
     num_bytes: int  # of cells
 
-    def begin(self) -> tuple[int, NDArray[np.uint8]]:
-        """What was told comes now. Returns the socket, and room for one piece."""
+    def begin(self) -> tuple[int, bytes, NDArray[np.uint8]]:
+        """What was told comes now. Returns the socket, what is to be sent before the pieces, and
+        room for one of them.
+        """
 
     def gone(self, num_bytes: int) -> None:
-        """So much of the pieces has been sent through the socket."""
+        """So much of all that, and of the seal behind it, has been sent through the socket."""
 
-    def all_gone(self) -> None:
-        """All of them have been."""
+    def pieces_gone(self) -> None:
+        """All of it has been but for the seal."""
 
     def rest(self, digests: NDArray[np.uint64]) -> NDArray[np.uint8] | None:
         """Where to build all cells if something is left, which then leaves from there, and
@@ -171,6 +173,10 @@ Payload = memoryview | Inlet | None
 @runtime_checkable
 class Opener(Protocol):
     """A decode end that says what comes before it is read."""
+
+    @property
+    def tells_ahead(self) -> bool:
+        """Whether it does: else payloads come as they do of `Link.recv`."""
 
     async def recv_unread(self) -> tuple[Frame, Payload]:
         """As `Link.recv`. Of those with an inlet few come before the first one's is used."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from transport.orders import Code, TransferFailed
 from transport.shipment import SENDING, Sending, Shape, moved
 
+STREAMED_CHUNKS = 2  # as one, where it is stored nowhere: each costs both ends some Python
 MAX_ASKS = 16  # for one chunk, repeated questions included
 MAX_CELLS_AGAIN = 1024  # parts that wait; who asked for more than that will ask again
 
@@ -96,6 +97,7 @@ class OutgoingPair:
     heads: tuple[int, ...]
     shape: Shape
     chunk_bytes: int
+    streams: bool = False  # a chunk goes out from where it lies, and is stored nowhere here
     heard_at: float = 0.0
     first_block: int | None = None  # once credit is given
     committed: bool = False
@@ -137,6 +139,9 @@ class OutgoingPair:
         if self.first_block is not None:
             return False
         self.first_block, self._window_bytes = first_block, window_bytes
+        if self.streams:  # and does there, where so much may be on its way
+            most = min(window_bytes // 4, STREAMED_CHUNKS * self.chunk_bytes)
+            self.chunk_bytes = max(self.chunk_bytes, most)
         return True
 
     def seal(self, run: Run) -> None:

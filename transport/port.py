@@ -45,6 +45,7 @@ class Port:
         self._poster = link if isinstance(link, Poster) else None
         self.pours = self._pourer is not None  # frames keep their order with payloads that wait
         self.shows_pool = isinstance(link, PoolShower) and link.shows_pool
+        self.tells_ahead = isinstance(link, Opener) and link.tells_ahead
         self.pool = link.pool if isinstance(link, PoolReader) else None
         self._send_timeout_s = send_timeout_s
         self._posted: deque[Frame] = deque()

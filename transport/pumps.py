@@ -69,7 +69,9 @@ class Pumps:
         self._begin(departure, rank, port)
 
     def _begin(self, departure: Departure, rank: int, port: Port) -> None:
-        departure.outgoing.pairs[rank].heard_at = self._clock.now()
+        pair = departure.outgoing.pairs[rank]
+        pair.heard_at = self._clock.now()
+        pair.streams = port.pours and bool(pair.heads) and self._store.streams(pair.heads)
         port.post(departure.open_frame(rank))
         self._pump_to(departure, rank, port)
 

@@ -36,6 +36,10 @@ class SocketLink:
         self._minder = asyncio.create_task(self._mind())
         stream.start(self._take, self._socket_ended)
 
+    @property
+    def tells_ahead(self) -> bool:
+        return self._stream.unread
+
     def load(self, num_bytes: int, fill: Fill) -> "asyncio.Future[None]":
         self._end.check()
         return self._stream.load(num_bytes, fill)

@@ -27,8 +27,8 @@ class SocketOutlet:
         self._pieces = pieces
         self._notice = HEADER.pack(len(raw), all_bytes, AHEAD) + raw  # until it has been told
         self._all_bytes = all_bytes
-        self._begun = False
-        self._left = all_bytes - SEAL_BYTES
+        self._head = b""  # what comes before the payload, once it has begun
+        self._num_gone = 0  # of the head, the pieces and the seal
         self._rest: tuple[memoryview, memoryview] | None = None  # all digests, all cells
 
     def notice(self) -> bytes:
@@ -36,23 +36,22 @@ class SocketOutlet:
         notice, self._notice = self._notice, b""
         return notice
 
-    def begin(self) -> tuple[int, NDArray[np.uint8]]:
+    def begin(self) -> tuple[int, bytes, NDArray[np.uint8]]:
         """The next payload is told before this one comes: it can be decided meanwhile."""
-        self._begun = True
         following = self._stream.following()
         notices = self.notice() + (following.notice() if following is not None else b"")
-        self._stream.write_views([memoryview(notices + HEADER.pack(0, self._all_bytes, TOLD))])
+        self._head = notices + HEADER.pack(0, self._all_bytes, TOLD)
         self._stream.tell()
-        return self._stream.fd, self._stream.piece(self._pieces.room_bytes)
+        return self._stream.fd, self._head, self._stream.piece(self._pieces.room_bytes)
 
     def gone(self, num_bytes: int) -> None:
-        self._left -= num_bytes
+        self._num_gone += num_bytes
 
-    def all_gone(self) -> None:
-        self._left = 0
+    def pieces_gone(self) -> None:
+        self._num_gone = len(self._head) + self._all_bytes - SEAL_BYTES
 
     def rest(self, digests: NDArray[np.uint64]) -> NDArray[np.uint8] | None:
-        if not self._left:
+        if self._num_gone >= len(self._head) + self._all_bytes - SEAL_BYTES:
             return None
         room = self._stream.room(self.num_bytes)
         self._rest = digests.view(np.uint8).data, room
@@ -60,14 +59,16 @@ class SocketOutlet:
 
     def end(self, seal: int) -> None:
         """As many bytes leave as were said to come, whatever became of the payload."""
-        if not self._begun:
+        if not self._head:
             if not self._notice:  # which has been told
                 self._stream.write_views([memoryview(HEADER.pack(0, 0, TOLD))])
             return
-        views = []
-        if self._left:
-            num_gone = self._pieces.num_bytes - SEAL_BYTES - self._left
-            if self._rest is None:
-                self._rest = (memoryview(bytes(self._pieces.num_bytes)),) * 2
-            views = without(self._pieces.views(*self._rest), num_gone)
-        self._stream.write_views([*views, memoryview(seal.to_bytes(SEAL_BYTES, "little"))])
+        left = len(self._head) + self._all_bytes - self._num_gone
+        last = memoryview(seal.to_bytes(SEAL_BYTES, "little"))
+        if left > SEAL_BYTES:
+            waste = memoryview(b"" if self._rest else bytes(self._pieces.num_bytes))
+            pieces = self._pieces.views(*(self._rest or (waste, waste)))
+            views = without([memoryview(self._head), *pieces, last], self._num_gone)
+        else:
+            views = [last[SEAL_BYTES - left :]] if left else []
+        self._stream.write_views(views)

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvcache.spec import CacheSpec
 from transport.config import CHUNK_BYTES, WINDOW_BYTES
+from transport.outgoing import STREAMED_CHUNKS
 
 NUM_LAYERS = 8
 NUM_KV_HEADS = 8
@@ -39,7 +40,8 @@ class Case:
     def message_bytes(self) -> int:
         """Of one message: a chunk, or what a pair of ranks has of a layer if that is less."""
         layer_bytes = self.num_blocks * BLOCK_BYTES // max(self.prefill_tp, self.decode_tp)
-        return min(self.chunk_bytes, layer_bytes)
+        chunk_bytes = self.chunk_bytes * (STREAMED_CHUNKS if self.wire == "tcp" else 1)
+        return min(chunk_bytes, layer_bytes)
 
     @property
     def in_flight(self) -> int:

@@ -218,10 +218,18 @@ def _digests(on: bool) -> Iterator[None]:
     catch: Any = KvStore.catcher
     take: Any = KvStore.take_cells
 
-    def gather_only(*arguments: Any) -> Any:
-        *others, digests = arguments
-        digests[:] = 0
-        return gather(*others)
+    def gather_only(
+        store: KvStore,
+        layer: int,
+        block_ids: Any,
+        heads: Any,
+        tail_tokens: Any = None,
+        out: Any = None,
+        digests: Any = None,
+    ) -> Any:
+        if digests is not None:
+            digests[:] = 0
+        return gather(store, layer, block_ids, heads, tail_tokens, out)
 
     def pour_only(*arguments: Any) -> Any:
         made = pourer(*arguments)

@@ -67,10 +67,12 @@ def cases(wanted: Wanted) -> list[Case]:
         )
         found.append(base)
         found += [replace(base, digests=on) for on in wanted.digests[1:]]
-        if wire == "shm" and base.digests:
+        if base.digests:
             sealed = replace(base, sealed=True)
             found += [sealed, *(replace(sealed, digests=on) for on in wanted.digests[1:])]
-            found += [replace(base, known=True), replace(base, show_pool=False)]
+            found.append(replace(base, known=True))
+        if wire == "shm":
+            found.append(replace(base, show_pool=False))
         found += [replace(base, num_blocks=count) for count in wanted.num_blocks[1:]]
         found += [replace(base, concurrency=count) for count in wanted.concurrency[1:]]
         found += [replace(base, prefill_tp=p, decode_tp=d) for p, d in wanted.pairs[1:]]

@@ -138,7 +138,7 @@ def test_a_layout_is_the_order_in_which_memory_runs() -> None:
         for layout in KvLayout
     }
     assert strides == {
-        KvLayout.HEAD_MAJOR: (192, 96, 32, 8, 1),
+        KvLayout.HEAD_MAJOR: (192, 32, 64, 8, 1),
         KvLayout.TOKEN_MAJOR: (192, 96, 8, 24, 1),
         KvLayout.PLANE_MAJOR: (96, 576, 8, 24, 1),
     }

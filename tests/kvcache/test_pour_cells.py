@@ -18,6 +18,7 @@ from kvcache.spec import CacheSpec
 SPEC = CacheSpec.full(num_layers=2, num_kv_heads=4, head_dim=32, block_size=16, dtype="float32")
 PIECE_BYTES = 4 * 2 * (8 + 16 * 32 * 4)  # of one block of one layer, all heads, with its digests
 IDS = [7, 3, 21, 0, 12, 13]
+HEAD, SEAL = b"what comes before", 0x0102_0304_0506_0708
 
 
 def random_store(layout: KvLayout = KvLayout.HEAD_MAJOR, num_blocks: int = 24) -> KvStore:
@@ -43,7 +44,7 @@ def poured(
     tail: int | None,
     piece_blocks: int,
 ) -> tuple[bytes, np.ndarray]:
-    """What came out at the other end, and the digests."""
+    """What came out at the other end, and the digests, made on the way or known before."""
     ours, theirs = pair
     got = bytearray()
 
@@ -55,13 +56,16 @@ def poured(
     reader.start()
     pourer = store.pourer(1, ids, heads, tail, piece_blocks)
     assert pourer is not None
+    room = np.zeros(pourer.room_bytes, np.uint8)
     try:
-        gone = pourer.pour(ours.fileno(), np.zeros(pourer.room_bytes, np.uint8))
+        gone = pourer.pour(ours.fileno(), HEAD, room, SEAL if pourer.known else None)
     finally:
         ours.shutdown(socket.SHUT_WR)
         reader.join()
-    assert gone == len(got) == pourer.num_bytes
-    return bytes(got), pourer.digests
+    seal = SEAL.to_bytes(8, "little") if pourer.known else b""
+    assert gone == len(got) == len(HEAD) + pourer.num_bytes + len(seal)
+    assert got.startswith(HEAD) and got.endswith(seal)
+    return bytes(got[len(HEAD) : len(got) - len(seal)]), pourer.digests
 
 
 def pieces_of(cells: np.ndarray, digests: np.ndarray, num_blocks: int, piece_blocks: int) -> bytes:
@@ -78,7 +82,9 @@ def pieces_of(cells: np.ndarray, digests: np.ndarray, num_blocks: int, piece_blo
 @pytest.mark.parametrize("heads", [[0, 1, 2, 3], [1, 2], [3]], ids=str)
 @pytest.mark.parametrize("tail", [None, 1, 15])
 @pytest.mark.parametrize("piece_blocks", [1, 4, 100])
+@pytest.mark.parametrize("known", [False, True], ids=["fresh", "known"])
 def test_what_is_poured_is_what_is_gathered(
+    known: bool,
     layout: KvLayout,
     heads: list[int],
     tail: int | None,
@@ -88,6 +94,9 @@ def test_what_is_poured_is_what_is_gathered(
     store = random_store(layout)
     want_digests = np.zeros(len(IDS) * len(heads) * 2, np.uint64)
     want = store.gather_cells(1, IDS, heads, tail, digests=want_digests)
+    if not known:
+        store.kept.forget_all()
+    assert (store.known_digests(1, IDS, heads, tail) is not None) == known
     got, digests = poured(store, pair, IDS, heads, tail, piece_blocks)
     assert got == pieces_of(want, want_digests, len(IDS), piece_blocks)
     assert (digests == want_digests).all()
@@ -115,11 +124,11 @@ def test_a_reader_who_does_not_read_holds_the_blocks_for_some_milliseconds_only(
     assert pourer is not None
     pourer.proved = False
     began = time.monotonic()
-    gone = pourer.pour(pair[0].fileno(), np.zeros(pourer.room_bytes, np.uint8))
+    gone = pourer.pour(pair[0].fileno(), HEAD, np.zeros(pourer.room_bytes, np.uint8))
     assert time.monotonic() - began < 0.3
     assert 0 < gone < 512 * PIECE_BYTES
     cells = store.gather_cells(0, ids, [0, 1, 2, 3])
-    want = pieces_of(cells, np.zeros(512 * 8, np.uint64), 512, 4)
+    want = HEAD + pieces_of(cells, np.zeros(512 * 8, np.uint64), 512, 4)
     got = bytearray()
     while len(got) < gone:
         got += pair[1].recv(1 << 16)
@@ -129,11 +138,45 @@ def test_a_reader_who_does_not_read_holds_the_blocks_for_some_milliseconds_only(
 def test_a_block_that_has_changed_is_noticed_once_all_has_left(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
+    """Where they are looked at, as nobody knows the digests of all of them."""
     store = random_store()
     assert store.recheck(IDS) == []
+    store.kept.forget([IDS[0]])
     store.layer(1)[21, 0, 2, 1, 1] += 1.0
     with pytest.raises(BlockRotten, match=r"\[21\]"):
         poured(store, pair, IDS, [0, 1, 2, 3], None, 1)
+
+
+def test_what_is_known_leaves_without_a_look_at_it(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """Whoever reads it finds out: the digests are those of before."""
+    store = random_store()
+    assert store.recheck(IDS) == []
+    before = store.known_digests(1, IDS, [0, 1, 2, 3])
+    store.layer(1)[21, 0, 2, 1, 1] += 1.0
+    got, digests = poured(store, pair, IDS, [0, 1, 2, 3], None, 1)
+    assert (digests == before).all()
+    cells = store.gather_cells(1, IDS, [0, 1, 2, 3])
+    assert got == pieces_of(cells, digests, len(IDS), 1)
+
+
+def test_a_reader_who_does_not_read_is_not_waited_for_where_digests_are_known(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    store = random_store(num_blocks=512)
+    ids = list(range(512))
+    assert store.recheck(ids) == []
+    pourer = store.pourer(0, ids, [0, 1, 2, 3], None, 4)
+    assert pourer is not None and pourer.known
+    began = time.monotonic()
+    gone = pourer.pour(pair[0].fileno(), HEAD, np.zeros(pourer.room_bytes, np.uint8), SEAL)
+    assert time.monotonic() - began < 0.3
+    want = HEAD + pieces_of(store.gather_cells(0, ids, [0, 1, 2, 3]), pourer.digests, 512, 4)
+    got = bytearray()
+    while len(got) < gone:
+        got += pair[1].recv(1 << 16)
+    assert got == want[:gone] and gone < len(want)
 
 
 def test_a_socket_that_the_other_end_closed_is_an_error(
@@ -143,4 +186,4 @@ def test_a_socket_that_the_other_end_closed_is_an_error(
     pourer = random_store().pourer(0, IDS, [0], None, 1)
     assert pourer is not None
     with pytest.raises(BrokenPipeError):
-        pourer.pour(pair[0].fileno(), np.zeros(pourer.room_bytes, np.uint8))
+        pourer.pour(pair[0].fileno(), HEAD, np.zeros(pourer.room_bytes, np.uint8))

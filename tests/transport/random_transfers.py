@@ -80,6 +80,9 @@ class SlowSink:
     def cut(self, block_size: int) -> KvStore:
         raise AssertionError("both ends have blocks of one size")
 
+    def streams(self, heads: Sequence[int]) -> bool:
+        return self._store.streams(heads)
+
     def catcher(self, *what: Any) -> CellCatcher | None:
         made = self._store.catcher(*what)
         if made is None:

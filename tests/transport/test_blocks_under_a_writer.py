@@ -135,6 +135,8 @@ async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> No
             self.cut = store.cut
             self.digest_cells = store.digest_cells
             self.known_digests = store.known_digests
+            self.are_settled = store.are_settled
+            self.streams = store.streams
             self._store = store
 
         def gather_cells(

@@ -36,12 +36,18 @@ def poured_through(
     """`send` gets the socket, what a pool would pour through it, and the bytes of a cell."""
     pour: Any = CellPourer.pour
 
-    def instead(pourer: CellPourer, fd: int, room: Any) -> int:
+    def instead(pourer: CellPourer, fd: int, head: bytes, room: Any, seal: int | None) -> int:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            gone = pour(pourer, ours.fileno(), room)
+            gone = pour(pourer, ours.fileno(), head, room, seal)
             raw = bytearray(theirs.recv(gone, socket.MSG_WAITALL))
-        return send(fd, raw, (gone - pourer.digests.nbytes) // len(pourer.digests))
+        send_all(fd, head)
+        pieces = raw[len(head) : len(head) + pourer.num_bytes]
+        cells_bytes = pourer.num_bytes - pourer.digests.nbytes
+        sent = send(fd, pieces, cells_bytes // len(pourer.digests))
+        if sent == len(pieces):
+            sent += send_all(fd, raw[len(head) + sent :])
+        return len(head) + sent
 
     monkeypatch.setattr(CellPourer, "pour", instead)
 

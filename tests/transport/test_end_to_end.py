@@ -1,9 +1,11 @@
 """Whole transfers between groups of ranks in one process, over every wire."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from kvcache.kept_digests import Ids, KeptDigests
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame
 from tests.transport.harness import (
@@ -34,6 +36,28 @@ async def test_every_cell_arrives_byte_exact(wire: str, prefill_tp: int, decode_
         group.check_blocks(18, SOURCE, TARGET)
         assert sum(report.bytes for report in reports) == sum(r.bytes for r in receipts)
         assert [token.token_id for token in receipts[0].first_tokens] == [7]
+
+
+@pytest.mark.parametrize("wire", WAYS)
+async def test_digests_that_are_known_are_not_made_again(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole blocks: prefill reads them once less, or not at all."""
+    fresh: list[int] = []
+    compare = KeptDigests.compare
+
+    def note(kept: KeptDigests, layer: int, block_ids: Ids, *rest: Any) -> list[int]:
+        fresh.extend(block_ids)
+        return compare(kept, layer, block_ids, *rest)
+
+    async with network(wire) as net, cluster(net, 2, 1) as group:
+        monkeypatch.setattr(KeptDigests, "compare", note)
+        await group.carry(18, SOURCE, TARGET)
+        made, fresh[:] = set(fresh), []
+        await group.carry(18, SOURCE, [1, 3, 5, 6, 8])
+        group.check_blocks(18, SOURCE, [1, 3, 5, 6, 8])
+    assert made == set(SOURCE[:-1])
+    assert not fresh
 
 
 async def test_every_pair_of_group_sizes_arrives_byte_exact() -> None:
@@ -142,9 +166,11 @@ async def test_a_call_that_comes_before_its_order_waits_for_it() -> None:
         group.check_blocks(18, SOURCE, TARGET)
 
 
-async def test_the_last_chunk_is_acknowledged_by_the_commit_or_where_that_waits_before_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("wire", ["loopback", "tcp"])
+async def test_what_nobody_waits_for_is_acknowledged_by_the_commit_or_where_that_waits_before_it(
+    wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last chunk; and all, where the wire stores none of them."""
     acked: list[int] = []
     ack = PrefillFrames._ack
 
@@ -154,9 +180,9 @@ async def test_the_last_chunk_is_acknowledged_by_the_commit_or_where_that_waits_
 
     monkeypatch.setattr(PrefillFrames, "_ack", note)
     monkeypatch.setattr("transport.from_prefill.ACK_WITHIN_S", 3600)
-    async with network("tcp") as net, cluster(net) as group:
+    async with network(wire) as net, cluster(net) as group:
         (report,), _ = await group.carry(18, SOURCE, TARGET)
-        assert acked == list(range(report.chunks - 1))
+        assert len(acked) == (0 if wire == "tcp" else report.chunks - 1)
         monkeypatch.setattr("transport.from_prefill.ACK_WITHIN_S", 0.001)
         key, (shipper,) = group.key(), group.prefill.shippers
         expected, shipped = group.expect(key, 18, TARGET), group.ship(key, 18)

@@ -84,6 +84,21 @@ def test_a_window_smaller_than_a_chunk_still_lets_one_through() -> None:
     assert [part.seq for part in take_all(pair)] == [1]
 
 
+def test_chunks_that_are_stored_nowhere_are_twice_as_large() -> None:
+    """Where prefill streams them, and decode has room for four of them on their way."""
+    for streams, window, want in (
+        (True, 40 * BLOCK_BYTES, [6, 6, 1]),
+        (True, 16 * BLOCK_BYTES, [4, 4, 4, 1]),
+        (True, 11 * BLOCK_BYTES, [3, 3, 3]),  # as many as the window takes
+        (False, 40 * BLOCK_BYTES, [3, 3, 3, 3, 1]),
+    ):
+        pair = make_pair(num_tokens=52)
+        pair.streams = streams
+        pair.seal(Run(0, 0, tuple(range(13))))
+        pair.grant(0, window)
+        assert [len(part.run.block_ids) for part in take_all(pair)] == want
+
+
 def test_an_acknowledgement_counts_once() -> None:
     pair = make_pair()
     pair.seal(Run(0, 0, (1,)))
