@@ -208,6 +208,23 @@ def test_a_block_is_only_cut_into_equal_parts() -> None:
             made.cut(size)
 
 
+@pytest.mark.parametrize("heads", [[0, 1, 2], [1, 2], [0, 2]], ids=str)
+@pytest.mark.parametrize("begin", [0, 32, 8])  # of what is written, in a line of a cache
+def test_much_at_once_is_gathered_alike_with_digests_and_without(
+    heads: list[int], begin: int
+) -> None:
+    source = KvStore(spec(head_dim=64), HeadInterval(0, 3), 600)
+    source.layer(1).copy_(torch.rand(source.layer(1).shape))
+    ids = np.random.default_rng(3).permutation(600).tolist()
+    width = len(heads) * 2 * 4 * 64 * 4
+    out = np.zeros(begin + len(ids) * width + 64, np.uint8)
+    out = out[(begin - out.ctypes.data) % 64 :][: len(ids) * width]
+    cells = source.gather_cells(1, ids, heads, 3, out)
+    assert np.shares_memory(cells, out) and cells.nbytes > 1 << 20
+    digests = np.zeros(len(cells), np.uint64)
+    assert (source.gather_cells(1, ids, heads, 3, digests=digests) == cells).all()
+
+
 def test_gathered_cells_are_a_copy() -> None:
     made = store()
     fill_by_head([made])
