@@ -19,7 +19,7 @@ def transfer(
     ] = None,
     blocks: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Blocks of a prompt, 0.5 MiB each.", show_default="128 16"),
+        typer.Option(min=1, help="Blocks of a prompt, 0.5 MiB each.", show_default="128 512 16"),
     ] = None,
     concurrency: Annotated[
         list[int] | None, typer.Option(min=1, help="Prompts at once.", show_default="1 4")

@@ -8,6 +8,7 @@ from kvferry.transfer_bench.case import Case
 from transport.config import CHUNK_BYTES, WINDOW_BYTES
 
 BASE_BLOCKS = 128  # 64 MiB
+LONG_BLOCKS = 512  # 256 MiB: what a transfer needs at its beginning and its end hardly counts
 WIRES = ("shm", "tcp", "grpc", "gloo")
 DIGESTS = {"both": (True, False), "on": (True,), "off": (False,)}
 
@@ -17,7 +18,7 @@ class Wanted:
     """Each list is varied by itself, from the first of each; so runs stay short."""
 
     wires: tuple[str, ...] = WIRES
-    num_blocks: tuple[int, ...] = (BASE_BLOCKS, 16)
+    num_blocks: tuple[int, ...] = (BASE_BLOCKS, LONG_BLOCKS, 16)
     concurrency: tuple[int, ...] = (1, 4)
     pairs: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (4, 2))
     digests: tuple[bool, ...] = (True, False)
@@ -67,13 +68,13 @@ def cases(wanted: Wanted) -> list[Case]:
         )
         found.append(base)
         found += [replace(base, digests=on) for on in wanted.digests[1:]]
+        ways = [base, replace(base, sealed=True)] if base.digests else [base]
         if base.digests:
-            sealed = replace(base, sealed=True)
-            found += [sealed, *(replace(sealed, digests=on) for on in wanted.digests[1:])]
+            found += [replace(ways[1], digests=on) for on in wanted.digests]
             found.append(replace(base, known=True))
         if wire == "shm":
             found.append(replace(base, show_pool=False))
-        found += [replace(base, num_blocks=count) for count in wanted.num_blocks[1:]]
+        found += [replace(way, num_blocks=n) for n in wanted.num_blocks[1:] for way in ways]
         found += [replace(base, concurrency=count) for count in wanted.concurrency[1:]]
         found += [replace(base, prefill_tp=p, decode_tp=d) for p, d in wanted.pairs[1:]]
     return list(dict.fromkeys(found))
