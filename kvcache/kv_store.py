@@ -176,9 +176,12 @@ class KvStore:
         heads: Sequence[int],
         tail_tokens: int | None,
         piece_blocks: int,
+        *,
+        suspect: bool = False,
     ) -> CellPourer | None:
         """As `PoolCells`, by whole blocks."""
-        return self._cells.pourer(layer, block_ids, heads, tail_tokens, piece_blocks)
+        where = (layer, block_ids, heads, tail_tokens, piece_blocks)
+        return self._cells.pourer(*where, suspect=suspect)
 
     def streams(self, heads: Sequence[int]) -> bool:
         """As `PoolCells`, by whole blocks."""

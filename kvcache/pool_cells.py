@@ -166,15 +166,17 @@ class PoolCells:
         heads: Sequence[int],
         tail_tokens: int | None,
         piece_blocks: int,
+        *,
+        suspect: bool = False,
     ) -> CellPourer | None:
         """What sends the cells that `gather_cells` would give through a socket, `piece_blocks` at a
         time; None where it cannot be done so. They are sent while they are gathered; or from where
-        they lie, if their digests are known.
+        they lie, if their digests are known, and they are not `suspect`.
         """
         way, ids_B = self._way(layer, heads), self._checked(block_ids)
         if self._host is None or way is None or not len(ids_B):
             return None
-        known = self._known(layer, ids_B, heads, tail_tokens)
+        known = None if suspect else self._known(layer, ids_B, heads, tail_tokens)
         fresh = known is None
         compare = self._comparison(layer, ids_B, heads, tail_tokens) if fresh else _nothing
         made = (way.layout, ids_B, tail_tokens or 0, way.block_bytes, way.num_cells, piece_blocks)

@@ -80,6 +80,8 @@ class Pool(CellSource, Protocol):
         heads: Sequence[int],
         tail_tokens: int | None,
         piece_blocks: int,
+        *,
+        suspect: bool = False,
     ) -> CellPourer | None: ...
 
 
@@ -166,7 +168,8 @@ def pouring(
     chunk = _chunk(part, num_bytes, piece_blocks=count)
     place, cells = place_of(key, chunk), _cut(source, departure)
     chunk.check = check_of(place, b"")
-    pourer = cells.pourer(run.layer, run.block_ids, heads, run.tail_tokens, count)
+    where = (run.layer, run.block_ids, heads, run.tail_tokens, count)
+    pourer = cells.pourer(*where, suspect=bool(part.heads))  # they came damaged, or lie damaged
     seal = seal_of(place, pourer.digests) if pourer is not None and pourer.known else None
 
     def pour(outlet: Outlet) -> int | None:
@@ -219,7 +222,7 @@ def _gather(
     source, run, key = _cut(source, departure), part.run, departure.order.key
     out = np.frombuffer(room, dtype=np.uint8)
     digests = None
-    if not part.heads:  # else they came damaged, and may have lain damaged
+    if not part.heads:  # else they came damaged, or lie damaged
         digests = source.known_digests(run.layer, run.block_ids, heads, run.tail_tokens)
     if digests is not None:
         source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out)

@@ -231,8 +231,8 @@ def _digests(on: bool) -> Iterator[None]:
             digests[:] = 0
         return gather(store, layer, block_ids, heads, tail_tokens, out)
 
-    def pour_only(*arguments: Any) -> Any:
-        made = pourer(*arguments)
+    def pour_only(*arguments: Any, **named: Any) -> Any:
+        made = pourer(*arguments, **named)
         if made is not None:
             made.proved = False
         return made
