@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvferry.bench_report import Row, line, plot, publish, row
 from kvferry.errors import CommandError
+from kvferry.transfer_bench.alone import can as can_alone
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.limits import COLD_WIRES
 from kvferry.transfer_bench.pair import Pair, processes
@@ -101,6 +102,7 @@ async def _measure(  # type: ignore[no-untyped-def]
     ours: list[float] = []
     limit: list[float] = []
     cold: list[float] = []
+    alone: list[float] = []
     theirs: dict[str, list[float]] = {rival.peer.name: [] for rival in rivals}
     sealing: list[float] = []
     own_cpu: list[float] = []
@@ -119,6 +121,8 @@ async def _measure(  # type: ignore[no-untyped-def]
             limit_cpu.append(await _cpu_ms_per_mib(pair, case) - between)
             if case.wire in COLD_WIRES:
                 cold.append(gigabytes / await pair.limit_seconds(case, cold=True))
+            if can_alone(case):
+                alone.append(gigabytes / await pair.alone_seconds())
             for rival in rivals:
                 took = await rival.seconds(case.chunk_bytes)
                 theirs[rival.peer.name].append(gigabytes / took)
@@ -130,6 +134,8 @@ async def _measure(  # type: ignore[no-untyped-def]
         rows = [row(str(case), ours, limit, note)]
     if sealing:
         rows.append(row(f"{case}: digesting before it", sealing, unit="ms"))
+    if alone:
+        rows.append(row(f"{case}: without the transport", alone, limit))
     if cold:
         rows.append(row(f"{case}: beside the limit, cold to cold", ours, cold))
     if replace(case, wire=base.wire, digests=base.digests) == base:

@@ -57,6 +57,13 @@ class Child:
                 case = Case.from_json(order["case"])
                 cold = self._memory(case) if order["cold"] else None
                 return await push(case, order["address"], cold)
+            case "take alone":
+                assert self._decode is not None
+                address, self._serving = self._decode.take_alone()
+                return address
+            case "push alone":
+                assert self._prefill is not None
+                return await self._prefill.push_alone(order["address"])
             case "end limit":
                 assert self._serving is not None
                 return await self._serving

@@ -14,6 +14,7 @@ import torch
 from engine.clock import MonotonicClock
 from kvcache.head_map import HeadInterval, HeadMap
 from kvcache.kv_store import KvStore
+from kvferry.transfer_bench import alone
 from kvferry.transfer_bench.case import NUM_KV_HEADS, NUM_LAYERS, NUM_QUERY_HEADS, Case, spec
 from transport.config import TransportConfig
 from transport.grpc_options import server_options
@@ -37,6 +38,7 @@ class DecodeEnd:
         self._stack = AsyncExitStack()
         self._receivers: list[Receiver] = []
         self._receipts: list[asyncio.Task[None]] = []
+        self._stores: list[KvStore] = []
 
     async def start(self) -> list[str]:
         """Returns the address of each rank."""
@@ -53,6 +55,12 @@ class DecodeEnd:
             table = _blocks(self._case, number)
             self._receipts.append(asyncio.create_task(self._receive(number, table)))
 
+    def take_alone(self) -> tuple[str, "asyncio.Task[None]"]:
+        """Where to push to, and what ends once all has come."""
+        case, listener = self._case, alone.listen(self._case)
+        taking = asyncio.to_thread(alone.take, case, self._stores[0], _blocks(case, 0), listener)
+        return str(listener.getsockname()[1]), asyncio.create_task(taking)
+
     async def settle(self) -> None:
         """Raises when a transfer failed."""
         receipts, self._receipts = self._receipts, []
@@ -64,6 +72,7 @@ class DecodeEnd:
     async def _start_rank(self, rank: int, interval: HeadInterval) -> str:
         case = self._case
         store = _store(interval, case.concurrency * case.num_blocks, seed=None)
+        self._stores.append(store)
         identity = Identity("decode-0", "d1", 1, rank)
         receiver = Receiver(identity, interval, store, MANIFEST, MonotonicClock(), _config(case))
         self._receivers.append(await self._stack.enter_async_context(receiver))
@@ -142,6 +151,13 @@ class PrefillEnd:
             )
         )
         return time.perf_counter() - began
+
+    async def push_alone(self, address: str) -> float:
+        """Seconds until all had arrived, without the transport."""
+        if not self._case.known:
+            self._stores[0].kept.forget_all()
+        table = _blocks(self._case, 0)
+        return await asyncio.to_thread(alone.push, self._case, self._stores[0], table, address)
 
     def _compute(self, table: Sequence[int]) -> float:
         """Write blocks as a prefill's steps do; returns the seconds of digesting them."""

@@ -14,7 +14,7 @@ Over tcp and shm there is a second one, cold to cold: the same calls, but each m
 memory of its own and arrives in memory of its own, as many bytes at each end as our pools have, in
 pages as large. So each byte is read from memory and written to memory once, as by whoever has
 pools; nothing looks at it, and nothing lies scattered. Over shm it still goes through the ring: who
-copies out of the pool of the other end may outdo that.
+copies out of the pool of the other end may outdo that. A third, over tcp, is `alone`.
 """
 
 import asyncio

@@ -58,6 +58,13 @@ class Pair:
         await self._decode.ask("end limit")
         return took
 
+    async def alone_seconds(self) -> float:
+        """One repetition of the running case by the cells' own calls alone."""
+        address = await self._decode.ask("take alone")
+        took = float(await self._prefill.ask("push alone", address=address))
+        await self._decode.ask("end limit")
+        return took
+
 
 class ChildHandle:
     def __init__(self, process: asyncio.subprocess.Process) -> None:

@@ -76,6 +76,19 @@ def test_a_row_compares_medians() -> None:
 
 
 @pytest.mark.timeout(120)
+def test_over_tcp_the_cells_calls_alone_are_measured_too(tmp_path: Path) -> None:
+    out = tmp_path / "transfer.json"
+    flags = ["--blocks", "2", "--concurrency", "1", "--pair", "1x1", "--runs", "1"]
+    flags += ["--wire", "tcp", "--digests", "on", "--peer-python", sys.executable]
+    done = CliRunner().invoke(app, ["bench", "transfer", *flags, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    rows = [each for each in json.loads(out.read_text())["rows"] if "without" in each["what"]]
+    cases = ("tcp: 1 x 1 MiB, TP 1 to 1", "tcp: 1 x 1 MiB, TP 1 to 1, digests known")
+    assert [each["what"] for each in rows] == [f"{case}: without the transport" for case in cases]
+    assert all(each["ours"] > 0 and each["limit"] > 0 for each in rows)
+
+
+@pytest.mark.timeout(120)
 def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     out = tmp_path / "out" / "transfer.json"
     flags = ["--blocks", "2", "--concurrency", "2", "--pair", "1x2", "--runs", "1"]

@@ -1,0 +1,86 @@
+"""The cells' own calls alone, over tcp: what a transfer takes without the transport.
+
+Prefill pours and decode catches, chunk by chunk, as they do over a link: cells leave from a pool,
+are verified, and written into a pool. Nothing is ordered, told ahead, acknowledged or booked.
+"""
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvcache.cell_pourer import CellPourer
+from kvcache.kv_store import KvStore
+from kvferry.transfer_bench.case import BLOCK_BYTES, NUM_KV_HEADS, NUM_LAYERS, Case
+from transport.pieces import SEAL_BYTES, Pieces, piece_blocks, without
+
+HEADS = range(NUM_KV_HEADS)
+PIECE_BLOCKS = piece_blocks(BLOCK_BYTES, 2 * NUM_KV_HEADS)
+SEAL = 1
+PATIENCE_S = 30.0
+
+
+def can(case: Case) -> bool:
+    """Whether it is measured beside this case: of two ranks and one prompt."""
+    alone = (case.prefill_tp, case.decode_tp, case.concurrency) == (1, 1, 1)
+    return case.wire == "tcp" and case.digests and not case.sealed and alone
+
+
+def listen(case: Case) -> socket.socket:
+    listener = socket.socket()
+    listener.bind((case.host, 0))
+    listener.listen(1)
+    return listener
+
+
+def push(case: Case, store: KvStore, table: Sequence[int], address: str) -> float:
+    """Seconds until all had been written there."""
+    with socket.create_connection((case.host, int(address)), PATIENCE_S) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        began = time.perf_counter()
+        for layer, blocks in _chunks(case, table):
+            pourer = store.pourer(layer, blocks, HEADS, None, PIECE_BLOCKS)
+            assert pourer is not None, "a store that cannot pour"
+            room = np.empty(pourer.room_bytes, np.uint8)
+            gone = pourer.pour(sock.fileno(), b"", room, SEAL if pourer.known else None)
+            for view in _rest(store, layer, blocks, pourer, gone):
+                sock.sendall(view)
+        sock.recv(1)
+        return time.perf_counter() - began
+
+
+def _rest(
+    store: KvStore, layer: int, blocks: Sequence[int], pourer: CellPourer, gone: int
+) -> list[memoryview]:
+    """What follows the `gone` bytes of a chunk: its seal, and what decode took too slowly."""
+    seal = memoryview(SEAL.to_bytes(SEAL_BYTES, "little"))
+    if gone >= pourer.num_bytes:
+        return [seal[gone - pourer.num_bytes :]]
+    cells = store.gather_cells(layer, blocks, HEADS, digests=pourer.digests)
+    num_cells = len(cells) // len(blocks)
+    pieces = Pieces(len(blocks), PIECE_BLOCKS, BLOCK_BYTES, 8 * num_cells)
+    views = pieces.views(pourer.digests.view(np.uint8).data, cells.reshape(-1).data)
+    return without([*views, seal], gone)
+
+
+def take(case: Case, store: KvStore, table: Sequence[int], listener: socket.socket) -> None:
+    """Raises ValueError for cells that are not what their digests say."""
+    with listener, listener.accept()[0] as sock:
+        for layer, blocks in _chunks(case, table):
+            catcher = store.catcher(layer, blocks, HEADS, PIECE_BLOCKS)
+            assert catcher is not None, "a store that cannot catch"
+            room = np.empty(catcher.room_bytes, np.uint8)
+            while not catcher.turn(sock.fileno(), room):
+                pass
+            if len(bad := catcher.bad_rows()):
+                raise ValueError(f"{len(bad)} cells of layer {layer} came damaged")
+            catcher.keep()
+        sock.send(b"!")
+
+
+def _chunks(case: Case, table: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    count = max(1, case.message_bytes // BLOCK_BYTES)
+    for layer in range(NUM_LAYERS):
+        for first in range(0, len(table), count):
+            yield layer, table[first : first + count]
