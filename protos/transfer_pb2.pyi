@@ -272,5 +272,7 @@ class DrainAck(_message.Message):
     def __init__(self) -> None: ...
 
 class Renew(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("num_received",)
+    NUM_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    num_received: int
+    def __init__(self, num_received: _Optional[int] = ...) -> None: ...

@@ -23,6 +23,7 @@ from transport.memory import Memory
 from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey, TransferFailed
 from transport.plan import sources_of
 from transport.port import Port
+from transport.pulse import due_at
 from transport.reaper import each
 from transport.shipment import Receiving, Shape
 from transport.watch import Watch
@@ -240,9 +241,8 @@ class Arrivals:
     def _tick(self, now: float, landing: Landing) -> None:
         incoming, dead = landing.incoming, dict[int, str]()
         for rank, pair in incoming.pairs.items():
-            silent_s = now - pair.heard_at
-            if pair.opened and not pair.arrived and silent_s >= self._config.lease_s:
-                where = incoming.where(rank)
+            if pair.opened and not pair.arrived and self._is_silent(landing, rank, now):
+                silent_s, where = now - pair.heard_at, incoming.where(rank)
                 reason = f"prefill rank {rank} fell silent for {silent_s:.0f} s before {where}"
                 self.counts.expired += incoming.fail(Code.UNAVAILABLE, reason)
                 dead[rank] = reason
@@ -252,16 +252,23 @@ class Arrivals:
             self.counts.expired += incoming.fail(Code.DEADLINE_EXCEEDED, f"out of time {reason}")
         if landing.renew_at <= now and not incoming.over:
             landing.renew_at = now + self._config.renew_s
-            landing.post(Frame(key=landing.order.key.to_proto(), renew=Renew()))
+            for port in landing.ports.values():
+                renew = Renew(num_received=port.num_received)
+                port.post(Frame(key=landing.order.key.to_proto(), renew=renew))
         self.review(landing)
         for rank, reason in dead.items():
             if not self._is_heard(landing.ports[rank], rank, now):
                 landing.ports[rank].cut(reason, self.cuts)
 
+    def _is_silent(self, landing: Landing, rank: int, now: float) -> bool:
+        heard_at = landing.incoming.pairs[rank].heard_at
+        beat_at = landing.ports[rank].pulse.beat_at(now)
+        return now >= due_at(heard_at, beat_at, self._config.lease_s)
+
     def _is_heard(self, port: Port, rank: int, now: float) -> bool:
         """Whether any running transfer over the link has heard of prefill within the lease."""
         return any(
-            now - landing.incoming.pairs[rank].heard_at < self._config.lease_s
+            not self._is_silent(landing, rank, now)
             for landing in self.live.values()
             if landing.ports.get(rank) is port and not landing.incoming.over
         )

@@ -45,4 +45,4 @@ class TransportConfig:
     @property
     def tick_s(self) -> float:
         """Of the reaper."""
-        return min(1.0, self.lease_s / 12)
+        return min(0.5, self.lease_s / 12)

@@ -234,7 +234,7 @@ class Departures:
                 if not self._is_heard(port, rank, now):
                     port.cut(reason, self.endings)
                 return
-            if pair.probe(now - self._config.resend_after_s):
+            if pair.probe(now, self._config.resend_after_s):
                 self.counts.resent_chunks += 1
                 departure.stirred[rank].set()
             if renew and not pair.committed:

@@ -27,12 +27,13 @@ from transport.messages import (
     MAX_TOLD,
     TOLD,
 )
-from transport.pieces import without
+from transport.pieces import within, without
 from transport.socket_inlet import SocketInlet, Work
 from transport.staging import Staging
 from transport.threads import Threads
 
 WASTE_BYTES = 256 << 10  # read at once of what nobody wants
+READ_BYTES = 1 << 20  # waited for at once: of a slow link it is to be seen that something comes
 MAX_ARRIVED = 3  # messages read before the loop looks at them: what lies longer leaves the caches
 MAX_VIEWS = 512  # for one system call
 
@@ -65,6 +66,7 @@ class FrameReader:
         self._watched = False
         self._paused = False
         self._open = True
+        self.num_bytes = 0  # of payloads, read so far
 
     def start(self, take: Take, ended: Callable[[str], None]) -> None:
         self._take, self._ended = take, ended
@@ -106,9 +108,11 @@ class FrameReader:
         """Fill them all, on the thread."""
         left = list(views)
         while left:
-            num_bytes, *_ = self._sock.recvmsg_into(left[:MAX_VIEWS], 0, socket.MSG_WAITALL)
+            some = within(left[:MAX_VIEWS], READ_BYTES)
+            num_bytes, *_ = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)
             if not num_bytes:
                 raise ConnectionError("the other end closed the socket within a payload")
+            self.num_bytes += num_bytes
             left = without(left, num_bytes)
 
     def take_in(self, inlet: SocketInlet, work: Callable[[], T]) -> "asyncio.Future[T]":

@@ -26,9 +26,11 @@ from protos.transfer_pb2 import Frame
 from transport.frame_reader import MAX_VIEWS, FrameReader, Take
 from transport.link import Fill, LinkClosed, Pouring, heed
 from transport.messages import HEADER, INLINE
-from transport.pieces import GIVEN_UP
+from transport.pieces import GIVEN_UP, within
 from transport.socket_outlet import SocketOutlet
 from transport.threads import Threads
+
+WRITE_BYTES = 1 << 20  # waited for at once: of a slow link it is to be seen that something leaves
 
 
 class FrameSocket:
@@ -46,6 +48,11 @@ class FrameSocket:
         self._room = memoryview(b"")  # in which payloads are built
         self._piece = np.empty(0, dtype=np.uint8)
         self._open = True
+        self.num_bytes_written = 0  # by the thread
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self._reader.num_bytes
 
     def start(self, take: Take, ended: Callable[[str], None]) -> None:
         self._reader.start(take, ended)
@@ -196,7 +203,8 @@ class FrameSocket:
         """On the writer's thread."""
         try:
             while pieces:
-                sent = self._sock.sendmsg(pieces)
+                sent = self._sock.sendmsg(within(pieces, WRITE_BYTES))
+                self.num_bytes_written += sent
                 while pieces and sent >= pieces[0].nbytes:
                     sent -= pieces.pop(0).nbytes
                 if sent:

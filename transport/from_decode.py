@@ -48,6 +48,8 @@ class DecodeFrames:
                     departure.book.acked(rank, frame.chunk_ack.seq)
             else:
                 self.counts.duplicate_chunks += 1
+        elif body == "renew":
+            pair.flows(frame.renew.num_received, pair.heard_at)
         elif body == "chunk_nack":
             self._resend(departure, rank, frame.chunk_nack.seq, frame.chunk_nack.reason)
         elif body == "cells_again":

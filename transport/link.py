@@ -129,6 +129,10 @@ class Pourer(Protocol):
         frame may leave before payloads that were sent before.
         """
 
+    @property
+    def num_bytes_written(self) -> int:
+        """Of payloads that wait for the other end to read, so far, whole or not."""
+
 
 class Inlet(Protocol):
     """Where one payload comes out of a socket that is nobody else's until it is read.
@@ -177,6 +181,10 @@ class Opener(Protocol):
     @property
     def tells_ahead(self) -> bool:
         """Whether it does: else payloads come as they do of `Link.recv`."""
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Of payloads that were told ahead, so far, whole or not."""
 
     async def recv_unread(self) -> tuple[Frame, Payload]:
         """As `Link.recv`. Of those with an inlet few come before the first one's is used."""

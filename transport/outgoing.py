@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from transport.orders import Code, TransferFailed
+from transport.pulse import due_at
 from transport.shipment import SENDING, Sending, Shape, moved
 
 STREAMED_CHUNKS = 2  # as one, where it is stored nowhere: each costs both ends some Python
@@ -99,6 +100,7 @@ class OutgoingPair:
     chunk_bytes: int
     streams: bool = False  # a chunk goes out from where it lies, and is stored nowhere here
     heard_at: float = 0.0
+    flowed_at: float = 0.0  # when decode was last known to receive something over the link
     first_block: int | None = None  # once credit is given
     committed: bool = False
     seal_sent: bool = False
@@ -106,6 +108,7 @@ class OutgoingPair:
     bytes_sent: int = 0
     unacked_bytes: int = 0
     _window_bytes: int = 0
+    _num_received: int = 0  # there
     _waiting: deque[_Waiting] = field(default_factory=deque)
     _last_of: dict[int, _Waiting] = field(default_factory=dict)  # by layer
     _again: deque[int] = field(default_factory=deque)
@@ -227,10 +230,17 @@ class OutgoingPair:
             part = run.part(start, start + most)
             self._cells_again.append(Part(0, part, heads))
 
-    def probe(self, sent_before: float) -> bool:
+    def flows(self, num_received: int, now: float) -> None:
+        """Decode says how much has come over the link."""
+        if num_received != self._num_received:
+            self._num_received, self.flowed_at = num_received, now
+
+    def probe(self, now: float, patience_s: float) -> bool:
         """Queue the oldest chunk again if it has been without an answer for so long."""
         flight = next(iter(self._flights.values()), None)
-        if flight is None or flight.sent_at is None or flight.sent_at > sent_before or self._again:
+        if flight is None or flight.sent_at is None or self._again:
+            return False
+        if now < due_at(flight.sent_at, self.flowed_at, patience_s):
             return False
         self._requeue(flight)
         return True

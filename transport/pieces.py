@@ -89,6 +89,17 @@ async def _stage(inlet: Inlet, views: Sequence[memoryview]) -> None:
         raise LinkClosed(f"a payload did not come: {error}") from error
 
 
+def within(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """The first `num_bytes` of them, as far as there are so many."""
+    first = []
+    for view in views:
+        if not num_bytes:
+            break
+        first.append(view[:num_bytes])
+        num_bytes -= first[-1].nbytes
+    return first
+
+
 def without(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     """What is left of them behind the first `num_bytes`."""
     left = []

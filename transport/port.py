@@ -23,6 +23,7 @@ from transport.link import (
     Pouring,
     heed,
 )
+from transport.pulse import Pulse
 from transport.threads import Threads
 
 log = structlog.get_logger()
@@ -43,10 +44,14 @@ class Port:
         self._loader = link if isinstance(link, Loader) else None
         self._pourer = link if isinstance(link, Pourer) else None
         self._poster = link if isinstance(link, Poster) else None
+        self._outflow = Pulse(self._num_written)
         self.pours = self._pourer is not None  # frames keep their order with payloads that wait
         self.shows_pool = isinstance(link, PoolShower) and link.shows_pool
-        self.tells_ahead = isinstance(link, Opener) and link.tells_ahead
+        self._opener = link if isinstance(link, Opener) and link.tells_ahead else None
+        self.tells_ahead = self._opener is not None
         self.pool = link.pool if isinstance(link, PoolReader) else None
+        self._num_bytes = 0  # of payloads that came whole
+        self.pulse = Pulse(lambda: self.num_received)
         self._send_timeout_s = send_timeout_s
         self._posted: deque[Frame] = deque()
         self._stirred = asyncio.Event()
@@ -55,6 +60,11 @@ class Port:
         self._num_leaving = 0  # frames that wait to leave
         self._left_at = 0.0  # when the last one did
         self._watchdog: asyncio.TimerHandle | None = None
+
+    @property
+    def num_received(self) -> int:
+        """Bytes of payloads that have come: of each as soon as the link knows of it."""
+        return self._num_bytes if self._opener is None else self._opener.num_bytes_read
 
     def post(self, frame: Frame) -> None:
         """Send `frame` after those posted before; it is lost if the link breaks."""
@@ -117,6 +127,7 @@ class Port:
         try:
             while True:
                 frame, payload = await recv()
+                self._num_bytes += 0 if payload is None else payload.nbytes
                 await handle(frame, payload)
                 if payload is not None and not isinstance(payload, memoryview):
                     payload.skip()
@@ -194,9 +205,13 @@ class Port:
         finally:
             self._num_leaving -= 1
 
+    def _num_written(self) -> int:
+        return 0 if self._pourer is None else self._pourer.num_bytes_written
+
     def _look(self) -> None:
         """Whether something has left since the last look, or nothing had to."""
         self._watchdog = None
+        self._left_at = max(self._left_at, self._outflow.beat_at(self._loop.time()))
         left = self._left_at + self._send_timeout_s - self._loop.time()
         if self._num_leaving and left <= 0:
             self.cut(f"no frame left in {self._send_timeout_s:g} s", self._cuts)

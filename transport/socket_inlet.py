@@ -111,6 +111,7 @@ class SocketInlet:
         return self._reader.piece(num_bytes)
 
     def came(self, num_bytes: int) -> None:
+        self._reader.num_bytes += self.left - (self.nbytes - num_bytes)
         self.left = self.nbytes - num_bytes
 
     def room(self, num_bytes: int) -> memoryview:

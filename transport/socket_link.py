@@ -37,6 +37,10 @@ class SocketLink:
         stream.start(self._take, self._socket_ended)
 
     @property
+    def num_bytes_read(self) -> int:
+        return self._stream.num_bytes_read
+
+    @property
     def tells_ahead(self) -> bool:
         return self._stream.unread
 

@@ -32,6 +32,10 @@ class TcpConnector:
 
 
 class PrefillTcpLink(SocketLink):
+    @property
+    def num_bytes_written(self) -> int:
+        return self._stream.num_bytes_written
+
     def pour(self, pouring: Pouring) -> "asyncio.Future[None]":
         self._end.check()
         return self._stream.pour(pouring)

@@ -32,7 +32,7 @@ KINDS = [
     "proxy",
 ]
 LEASE_S = 2.0
-LONG = 4000  # tokens: 1.5 MB, some 3 s on the links between prefill and decode
+LONG = 4000  # tokens: 3 MB, some 6 s on the links between prefill and decode
 LINKS = ["unlimited,0ms", *(f"{p}-{d}=4mbit,2ms" for p in PREFILL for d in DECODE)]
 
 Running = tuple[LiveCluster, Lab]

@@ -405,7 +405,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.num_damaged += 1
 
     def wait(self, pair: Pair, index: int) -> None:
-        self.outgoing[pair[0]].pairs[pair[1]].probe(sent_before=1.0)
+        self.outgoing[pair[0]].pairs[pair[1]].probe(now=1.0, patience_s=0.0)
         self.mend(pair, index=99)
         self.remind(pair)
 

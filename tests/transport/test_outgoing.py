@@ -128,11 +128,32 @@ def test_a_chunk_without_an_answer_is_sent_again_but_not_too_soon() -> None:
     pair.grant(0, 1 << 20)
     part = pair.take()
     assert part is not None
-    assert not pair.probe(sent_before=100.0)  # it has not left yet
+    assert not pair.probe(110.0, 10.0)  # it has not left yet
     pair.sent(part.seq, now=50.0)
-    assert not pair.probe(sent_before=49.0)
-    assert pair.probe(sent_before=50.0)
+    assert not pair.probe(59.0, 10.0)
+    assert pair.probe(60.0, 10.0)
     assert pair.take() == part
+
+
+def test_what_may_be_on_its_way_yet_is_not_sent_again_for_some_time() -> None:
+    """While decode says that more and more has come over the link."""
+    pair = make_pair()
+    pair.seal(Run(0, 0, (1,)))
+    pair.grant(0, 1 << 20)
+    part = pair.take()
+    assert part is not None
+    pair.sent(part.seq, now=50.0)
+    for second in range(51, 80):
+        pair.flows(second, now=second)
+        assert not pair.probe(second + 0.5, 10.0)
+    pair.flows(80, now=80.0)
+    assert pair.probe(80.0, 10.0)
+    assert pair.take() == part
+    pair.sent(part.seq, now=100.0)
+    pair.flows(101, now=105.0)
+    pair.flows(101, now=112.0)  # no more has come
+    assert not pair.probe(114.0, 10.0)
+    assert pair.probe(115.0, 10.0)
 
 
 def test_the_seal_may_follow_chunks_that_wait_for_their_turn_on_an_ordered_wire() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from protos.transfer_pb2 import Chunk
-from transport.pieces import SEAL_BYTES, Pieces, piece_blocks, without
+from transport.pieces import SEAL_BYTES, Pieces, piece_blocks, within, without
 
 CELLS = memoryview(bytes(range(1, 31)))  # 5 blocks of 6
 DIGESTS = memoryview(bytes(100 + i for i in range(40)))  # one for each
@@ -23,6 +23,7 @@ def test_digests_of_some_blocks_come_before_their_cells() -> None:
     assert raw == b"".join(want)
     for num_gone in range(len(raw) + 1):
         assert b"".join(without(pieces.views(DIGESTS, CELLS), num_gone)) == raw[num_gone:]
+        assert b"".join(within(pieces.views(DIGESTS, CELLS), num_gone)) == raw[:num_gone]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import pytest
 from protos.transfer_pb2 import Frame, Hello, Renew, SealAll, Welcome
 from tests.transport.broken import failures
 from tests.transport.harness import cluster, network, soon
-from transport.link import Ending, LinkClosed, Payload
+from transport.link import Ending, LinkClosed, Payload, Pouring
 from transport.port import MAX_POSTED, Port
+from transport.threads import Threads
 
 
 class SlowLink:
@@ -33,6 +34,21 @@ class SlowLink:
         self._end.come(reason)
 
 
+class Trickle(SlowLink):
+    """Pours one payload, and never ends; it says that some of it leaves for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(60)
+        self._until = asyncio.get_running_loop().time() + seconds
+
+    @property
+    def num_bytes_written(self) -> int:
+        return int(1000 * min(asyncio.get_running_loop().time(), self._until))
+
+    def pour(self, pouring: Pouring) -> "asyncio.Future[None]":
+        return asyncio.ensure_future(self._end.unless(asyncio.sleep(60)))
+
+
 async def ignore(frame: Frame, payload: Payload) -> None:
     pass
 
@@ -47,6 +63,21 @@ async def test_a_link_over_which_nothing_leaves_is_closed() -> None:
     assert not port.open
     with pytest.raises(LinkClosed):
         await link.send(Frame())
+
+
+async def test_a_payload_that_leaves_slowly_closes_its_link_only_when_no_more_of_it_leaves() -> (
+    None
+):
+    loop = asyncio.get_running_loop()
+    began, link = loop.time(), Trickle(1.0)
+    port, threads = Port(link, send_timeout_s=0.3), Threads(1, "unused")
+    running = asyncio.create_task(port.run(ignore))
+    pouring = Pouring(Frame(), 1, 1, lambda outlet: None)
+    leaving = asyncio.create_task(port.load(1, lambda room: None, lambda: pouring, threads))
+    async with asyncio.timeout(10):
+        assert await running == "no frame left in 0.3 s"
+    assert loop.time() - began >= 1.0
+    await asyncio.gather(leaving, return_exceptions=True)
 
 
 async def test_a_link_whose_other_end_does_not_read_is_closed_before_much_waits_for_it() -> None:

@@ -261,6 +261,24 @@ async def test_what_makes_no_sense_of_payloads_told_ahead_ends_the_link(
     ours.close()
 
 
+async def test_what_comes_of_a_payload_is_counted_before_it_has_come_whole() -> None:
+    ends, size, before = Ends(), 3_000_000, 2_500_000
+    gate = threading.Event()
+
+    def pour(outlet: Outlet) -> int:
+        all_of_it(outlet, 1, before)
+        assert gate.wait(10)
+        return 101
+
+    poured = ends.ours.pour(pouring(1, size, pour))
+    await soon(lambda: 1 << 20 < ends.theirs.num_bytes_read <= before)
+    gate.set()
+    await poured
+    await soon(lambda: len(ends.came) == 1)
+    assert ends.theirs.num_bytes_read == len(in_pieces(size)) + 8
+    ends.close()
+
+
 async def test_what_nobody_wants_is_read_past_and_the_next_comes_whole() -> None:
     ends, size = Ends(), 1_000_000
     ends.skipped = {1, 2}

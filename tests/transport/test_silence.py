@@ -22,6 +22,7 @@ from tests.transport.harness import (
 )
 from transport.fault_wire import Item
 from transport.orders import TransferFailed
+from transport.port import Port
 
 
 async def test_a_decode_rank_that_falls_silent_frees_prefill_when_the_lease_ends() -> None:
@@ -69,6 +70,31 @@ async def test_a_prefill_rank_that_falls_silent_frees_decode_when_the_lease_ends
         assert receiver.counts.expired == 1
         assert receiver.open_transfers == 0
         await failures(*shipped)
+
+
+@pytest.mark.parametrize("flowing_s", [0, 40, 1000])
+async def test_who_is_behind_others_on_a_slow_link_is_not_silent_for_three_leases(
+    flowing_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of this transfer comes; payloads do, byte by byte."""
+
+    async def drop(frame: Frame, payload: memoryview | None) -> list[Item]:
+        return [] if frame.WhichOneof("body") != "open" else [(frame, payload)]
+
+    clock = ManualClock()
+    monkeypatch.setattr(Port, "num_received", property(lambda _: int(min(clock.now(), flowing_s))))
+    async with (
+        network("loopback") as net,
+        cluster(net, wrap=with_fault(drop), clock=clock) as group,
+    ):
+        key, (receiver,) = group.key(), group.decode.receivers
+        expected = group.expect(key, NUM_TOKENS, TARGET, timeout_s=1000)
+        shipped = group.ship(key, NUM_TOKENS)
+        await run_until(clock, min(flowing_s + 29, 89), *expected)
+        assert not expected[0].done()
+        await run_until(clock, 3, *expected)
+        await failures(*expected, *shipped)
+        assert receiver.counts.expired == 1
 
 
 async def test_renewals_keep_a_long_prefill_alive() -> None:
