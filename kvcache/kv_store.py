@@ -208,6 +208,10 @@ class KvStore:
         """As `PoolCells`, by whole blocks."""
         return self._cells.digest_cells(layer, block_ids, heads, tail_tokens)
 
+    def prove_blocks(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None:
+        """As `PoolCells`, by whole blocks."""
+        self._cells.prove_blocks(layer, block_ids, heads)
+
     def known_digests(
         self,
         layer: int,

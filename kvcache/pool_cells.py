@@ -244,6 +244,12 @@ class PoolCells:
         known = self.known_digests(layer, block_ids, heads, tail_tokens)
         return known if known is not None else self._fresh_digests(layer, ids_B, heads, tail_tokens)
 
+    def prove_blocks(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None:
+        """Read these whole blocks: raises BlockRotten for those that are not what is kept of them.
+        For who goes on to read parts of them, of which nothing is kept.
+        """
+        self._fresh_digests(layer, self._checked(block_ids), heads, None)
+
     def known_digests(
         self,
         layer: int,

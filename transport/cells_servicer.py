@@ -27,7 +27,7 @@ from protos.transfer_pb2 import CellRun, FetchedCells, FetchRequest
 from transport import books
 from transport.books import NO_CHUNK
 from transport.config import TransportConfig
-from transport.departure import CellSource, Departure
+from transport.departure import CellSource, Departure, prove_parts
 from transport.fences import ended
 from transport.orders import ShipmentKey
 from transport.outgoing import Run
@@ -290,21 +290,14 @@ def _gather(source: CellSource, piece: _Piece, num_planes: int, parts: int) -> F
     digests = np.empty(len(found.block_ids) * len(run.heads) * num_planes, dtype=np.uint64)
     ids, tail = found.block_ids, found.tail_tokens
     try:
+        prove_parts(source, parts, run.heads, found)
         if parts > 1:
-            full = ids if tail is None else ids[:-1]
-            _prove_whole(source, run, sorted({part // parts for part in full}), num_planes)
             source = source.cut(source.spec.block_size // parts)
         cells = source.gather_cells(run.layer, ids, run.heads, tail, digests=digests)
     except BlockRotten:
         return FetchedCells(run=run, missing=True)
     proofs = digests_to_bytes(digests)
     return FetchedCells(run=run, digests=proofs, payload=cells.tobytes())
-
-
-def _prove_whole(source: CellSource, run: CellRun, ids: Sequence[int], num_planes: int) -> None:
-    """Raises BlockRotten: digests are kept of whole blocks alone, so those are read for them."""
-    digests = np.empty(len(ids) * len(run.heads) * num_planes, dtype=np.uint64)
-    source.gather_cells(run.layer, ids, run.heads, None, digests=digests)
 
 
 def _parts(request: FetchRequest) -> int:

@@ -37,6 +37,8 @@ class CellSource(Protocol):
         """The same cells, in smaller blocks."""
         ...
 
+    def prove_blocks(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None: ...
+
     def gather_cells(
         self,
         layer: int,
@@ -166,14 +168,15 @@ def pouring(
     num_digests = num_blocks * len(heads) * len(departure.shape.layers[run.layer].planes)
     count = piece_blocks(num_bytes // num_blocks, num_digests // num_blocks)
     chunk = _chunk(part, num_bytes, piece_blocks=count)
-    place, cells = place_of(key, chunk), _cut(source, departure)
+    place = place_of(key, chunk)
     chunk.check = check_of(place, b"")
     where = (run.layer, run.block_ids, heads, run.tail_tokens, count)
-    pourer = cells.pourer(*where, suspect=bool(part.heads))  # they came damaged, or lie damaged
+    cells, suspect = _cut(source, departure), bool(part.heads)  # they came or lie damaged
+    pourer = cells.pourer(*where, suspect=suspect)
     seal = seal_of(place, pourer.digests) if pourer is not None and pourer.known else None
 
     def pour(outlet: Outlet) -> int | None:
-        work = partial(_pour, cells, departure, heads, part, chunk, place, pourer, seal, outlet)
+        work = partial(_pour, source, departure, heads, part, chunk, place, pourer, seal, outlet)
         return _read(departure, rank, part, work)
 
     return Pouring(Frame(key=key.to_proto(), chunk=chunk), num_bytes, num_digests, pour)
@@ -219,6 +222,7 @@ def _read(
 def _gather(
     source: Pool, departure: Departure, heads: Sequence[int], part: Part, room: memoryview
 ) -> tuple[Chunk, Frame]:
+    prove_parts(source, departure.shape.parts, heads, part.run)
     source, run, key = _cut(source, departure), part.run, departure.order.key
     out = np.frombuffer(room, dtype=np.uint8)
     digests = None
@@ -245,6 +249,7 @@ def _pour(
     seal: int | None,
     outlet: Outlet,
 ) -> tuple[Chunk, int]:
+    prove_parts(source, departure.shape.parts, heads, part.run)
     fd, head, piece = outlet.begin()
     digests = _digests(departure, heads, part.run) if pourer is None else pourer.digests
     if pourer is not None:
@@ -254,8 +259,8 @@ def _pour(
             outlet.pieces_gone()
             raise
     if (room := outlet.rest(digests)) is not None:
-        run = part.run
-        source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, room, digests)
+        run, cells = part.run, _cut(source, departure)
+        cells.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, room, digests)
     return chunk, seal_of(place, digests) if seal is None else seal
 
 
@@ -268,6 +273,7 @@ def _point(
 ) -> tuple[Chunk, Frame]:
     run, key = part.run, departure.order.key
     if digests is None:
+        prove_parts(source, departure.shape.parts, heads, run)
         cells = _cut(source, departure)
         digests = cells.digest_cells(run.layer, run.block_ids, heads, run.tail_tokens)
     num_bytes = len(run.block_ids) * departure.shape.layers[run.layer].block_bytes(len(heads))
@@ -276,6 +282,15 @@ def _point(
     chunk.tail_tokens = run.tail_tokens or 0
     chunk.check = chunk_check(key, chunk)
     return chunk, Frame(key=key.to_proto(), chunk=chunk)
+
+
+def prove_parts(source: CellSource, parts: int, heads: Sequence[int], run: Run) -> None:
+    """Before parts of blocks are read: raises BlockRotten. Digests are kept of whole blocks alone,
+    so those are read for them; of the prompt's last part nothing is kept.
+    """
+    full = run.block_ids if run.tail_tokens is None else run.block_ids[:-1]
+    if parts > 1 and full:
+        source.prove_blocks(run.layer, sorted({part // parts for part in full}), heads)
 
 
 def _cut(source: Pool, departure: Departure) -> Pool:

@@ -137,6 +137,7 @@ async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> No
             self.known_digests = store.known_digests
             self.are_settled = store.are_settled
             self.streams = store.streams
+            self.prove_blocks = store.prove_blocks
             self._store = store
 
         def gather_cells(

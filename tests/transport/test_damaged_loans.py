@@ -48,6 +48,9 @@ class Rotting:
     def cut(self, block_size: int) -> CellSource:
         return self.store.cut(block_size)
 
+    def prove_blocks(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None:
+        self.store.prove_blocks(layer, block_ids, heads)
+
     def gather_cells(
         self,
         layer: int,
