@@ -173,8 +173,13 @@ class FrameSocket:
             writable.poll()  # here, where no block is held, and not in `begin`
         try:
             seal = pour(outlet)
-        finally:
-            outlet.end(GIVEN_UP if seal is None else seal)
+        except OSError as error:  # nobody knows how much has left: nothing may follow it
+            self.finish_sending()
+            raise LinkClosed(f"the socket broke: {error}") from error
+        except BaseException:
+            outlet.end(GIVEN_UP)
+            raise
+        outlet.end(GIVEN_UP if seal is None else seal)
 
     def tell(self) -> None:
         """Only within `pour`, when it is about to begin: the loop hears what has left before."""

@@ -1,6 +1,7 @@
 """Payloads that leave a TCP link while they are built: whole or not at all, and nobody waits."""
 
 import asyncio
+import errno
 import socket
 import threading
 import time
@@ -155,6 +156,26 @@ async def test_a_payload_that_is_given_up_half_way_says_so_and_the_next_is_whole
     await soon(lambda: len(ends.came) == 1 + began)
     assert [(seq, seal) for seq, seal, _ in ends.came[:-1]] == [(1, GIVEN_UP)] * began
     assert ends.came[-1] == (2, 102, PAYLOAD[:size].tobytes())
+    ends.close()
+
+
+async def test_nothing_follows_a_payload_of_which_nobody_knows_how_much_has_left() -> None:
+    """The system refused it half way, and will not say where."""
+    ends, size = Ends(), 500_000
+
+    def refused(outlet: Outlet) -> int:
+        fd, head, _ = outlet.begin()
+        with socket.socket(fileno=socket.dup(fd)) as sock:
+            sock.sendall(head + in_pieces(outlet.num_bytes)[:100_000])
+        raise OSError(errno.ENOMEM, "no memory")
+
+    following = partial(all_of_it, seq=2, num_gone=0)
+    works = [pouring(1, size, refused), pouring(2, size, following)]
+    poured = [ends.ours.pour(each) for each in works]
+    found = await asyncio.gather(*poured, return_exceptions=True)
+    assert all(isinstance(end, LinkClosed) for end in found)
+    await soon(lambda: bool(ends.ended))
+    assert "closed the socket" in ends.ended and ends.came == []
     ends.close()
 
 
