@@ -296,16 +296,19 @@ class PrefillFrames:
 
     def _ack_soon(self, landing: Landing, port: Port, chunk: Chunk) -> None:
         """Where a chunk takes no room on the way, or is the last, nobody waits for word of it: the
-        Commit, which says the same of all, may be here first.
+        Commit, which says the same of all, may be here first. Half of what may be on its way
+        is not waited for, or prefill would wait, nor for so long that it sends chunks again.
         """
-        acks = landing.acks.setdefault(port, [])
-        acks.append(chunk.seq)
-        if len(acks) == 1:
-            loop = asyncio.get_running_loop()
-            loop.call_later(ACK_WITHIN_S, self._ack_all, landing, port)
+        acks = landing.acks.setdefault(port, {})
+        acks[chunk.seq] = chunk.payload_bytes
+        if 2 * sum(acks.values()) > PASSING_WINDOWS * self._config.window_bytes:
+            self._ack_all(landing, port)
+        elif len(acks) == 1:
+            within_s = min(ACK_WITHIN_S, self._config.resend_after_s / 2)
+            asyncio.get_running_loop().call_later(within_s, self._ack_all, landing, port)
 
     def _ack_all(self, landing: Landing, port: Port) -> None:
-        seqs = landing.acks.pop(port)
+        seqs = landing.acks.pop(port, {})  # of nothing, where they did not wait for this
         if not landing.incoming.over:
             for seq in seqs:
                 ack = ChunkAck(seq=seq)

@@ -102,7 +102,8 @@ class Landing:
     pulls: set[asyncio.Task[None]] = field(default_factory=set)  # calls for damaged cells
     lenders: set[LinkName] = field(default_factory=set)  # that were called for them
     told: bool = False  # that it failed
-    acks: dict[Port, list[int]] = field(default_factory=dict)  # of chunks, that leave in a moment
+    # Of chunks, with their bytes: acknowledgements that leave in a moment.
+    acks: dict[Port, dict[int, int]] = field(default_factory=dict)
     drains: list[Port] = field(default_factory=list)  # that wait to hear of the fence
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
