@@ -208,7 +208,7 @@ class PoolCells:
 
     def streams(self, heads: Sequence[int]) -> bool:
         """Whether there is a `pourer` and a `catcher` for cells of these heads."""
-        return self._host is not None and len(self._local_runs(heads)) == 1
+        return self._host is not None and bool(heads) and len(self._local_runs(heads)) == 1
 
     def _way(self, layer: int, heads: Sequence[int]) -> "_Way | None":
         """The same as before for the same heads, which are those of a pair of ranks; None where

@@ -71,7 +71,7 @@ class Pumps:
     def _begin(self, departure: Departure, rank: int, port: Port) -> None:
         pair = departure.outgoing.pairs[rank]
         pair.heard_at = self._clock.now()
-        pair.streams = port.pours and bool(pair.heads) and self._store.streams(pair.heads)
+        pair.streams = port.pours and self._store.streams(pair.heads)
         port.post(departure.open_frame(rank))
         self._pump_to(departure, rank, port)
 
