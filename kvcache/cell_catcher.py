@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.host_cells import HostCells, Layout
+from kernels.host_cells import HostCells
+from kvcache.cell_places import HeadRun
 from kvcache.kept_digests import KeptDigests
 
 TURN_MS = 10  # before who drives it is asked whether to go on
@@ -25,7 +26,7 @@ class _Keeper(NamedTuple):
 
 
 class CellCatcher:
-    """Of one layer, as `PoolCells.catcher` made it. Belongs to one thread at a time.
+    """Of one layer, as `CellWriter.catcher` made it. Belongs to one thread at a time.
 
     num_bytes    that come through the socket
     room_bytes   of the room that each turn is to be given, the same one
@@ -36,28 +37,24 @@ class CellCatcher:
     def __init__(
         self,
         host: HostCells,
-        pool: int,
-        layout: Layout,
+        run: HeadRun,
         ids_B: NDArray[np.int64],
-        block_bytes: int,
-        num_cells: int,
         piece_blocks: int,
         digests: NDArray[np.uint64] | None,
     ) -> None:
-        """`num_cells` are those of a block. `digests` are given, or come before their cells."""
+        """`digests` are given, or come before their cells."""
         self._host = host
-        self._pool = pool
-        self._layout = layout
+        self._run = run
         self._ids_B = ids_B
         self._piece_blocks = min(piece_blocks, len(ids_B))
         self._led = digests is None
-        self._bad = np.zeros(len(ids_B) * num_cells, np.bool_)
+        self._bad = np.zeros(len(ids_B) * run.num_cells, np.bool_)
         self._seal = np.zeros(1, np.uint64)
         self._keeper: _Keeper | None = None
         self.digests = np.zeros(len(self._bad), np.uint64) if digests is None else digests
         self.proved = True  # that cells are compared with their digests: else to see what it costs
         self.num_taken = 0
-        width = block_bytes + 8 * num_cells * self._led
+        width = run.block_bytes + 8 * run.num_cells * self._led
         self.num_bytes = len(ids_B) * width + 8 * self._led
         self.room_bytes = self._piece_blocks * width
 
@@ -82,8 +79,8 @@ class CellCatcher:
             self.forget()
         self.num_taken = self._host.catch(
             fd,
-            self._pool,
-            self._layout,
+            self._run.pool,
+            self._run.layout,
             self._ids_B,
             self._piece_blocks,
             room,

@@ -10,13 +10,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.host_cells import HostCells, Layout
+from kernels.host_cells import HostCells
+from kvcache.cell_places import HeadRun
 
 PATIENCE_MS = 5  # for a socket to take more, before what is left is gathered all at once
 
 
 class CellPourer:
-    """Of one layer, as `PoolCells.pourer` made it. Belongs to one thread at a time.
+    """Of one layer, as `CellReader.pourer` made it. Belongs to one thread at a time.
 
     num_bytes    of the pieces that leave through the socket
     room_bytes   of the room that `pour` is to be given
@@ -27,30 +28,26 @@ class CellPourer:
     def __init__(
         self,
         host: HostCells,
-        pool: int,
-        layout: Layout,
+        run: HeadRun,
         ids_B: NDArray[np.int64],
         tail_slots: int,
-        block_bytes: int,
-        num_cells: int,
         piece_blocks: int,
         known: NDArray[np.uint64] | None,
         compare: Callable[[NDArray[np.uint64]], None],
     ) -> None:
-        """`num_cells` are those of a block. `known` are their digests, if all are known; else
-        `compare` hears of them once all has left.
+        """`known` are the digests, if all are known; else `compare` hears of them once all has
+        left.
         """
         self._host = host
-        self._pool = pool
-        self._layout = layout
+        self._run = run
         self._ids_B = ids_B
         self._tail_slots = tail_slots
         self._piece_blocks = min(piece_blocks, len(ids_B))
         self._compare = compare
         self.known = known is not None
-        self.digests = np.zeros(len(ids_B) * num_cells, np.uint64) if known is None else known
+        self.digests = np.zeros(len(ids_B) * run.num_cells, np.uint64) if known is None else known
         self.proved = True  # that digests are made: else they are 0, to see what they cost
-        width = block_bytes + 8 * num_cells
+        width = run.block_bytes + 8 * run.num_cells
         self.num_bytes = len(ids_B) * width
         self.room_bytes = self._piece_blocks * width
 
@@ -64,7 +61,8 @@ class CellPourer:
         """
         assert room.nbytes >= self.room_bytes, f"{room.nbytes} bytes for {self.room_bytes}"
         assert self.known == (seal is not None), "a seal is over digests that are known"
-        blocks = (self._pool, self._layout, self._ids_B, self._tail_slots, self._piece_blocks)
+        pool, layout, *_ = self._run
+        blocks = (pool, layout, self._ids_B, self._tail_slots, self._piece_blocks)
         if seal is not None:
             return self._host.send(fd, head, *blocks, room, PATIENCE_MS, self.digests, seal)
         digests = self.digests if self.proved else None

@@ -9,7 +9,7 @@
               before it was given back is then past. Either returns when the device is done, so
               whoever called may send the cells, count them in place, or give the blocks back
 
-The reference is `kvcache.pool_cells`' way without a device.
+The reference is the way of `cell_reader` and `cell_writer` by torch.
 """
 
 import contextlib

@@ -18,14 +18,14 @@ from torch import Tensor
 from kernels.copy_blocks import copy_blocks
 from kernels.launch import sent
 from kvcache import host_memory
-from kvcache.cell_catcher import CellCatcher
-from kvcache.cell_pourer import CellPourer
+from kvcache.cell_places import CellPlaces
 from kvcache.device_cells import DeviceCells
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten, KeptDigests
 from kvcache.layout import MEMORY_ORDER, KvLayout
-from kvcache.mapped_pool import LayerPlace, MappedCells, PoolMap, ShownPool
+from kvcache.mapped_pool import LayerPlace, PoolMap, ShownPool
 from kvcache.pool_cells import PoolCells
+from kvcache.settled_blocks import SettledBlocks
 from kvcache.shared_memory import SharedMemory
 from kvcache.spec import CacheSpec, LayerGroup, LayerKind, ShardAxis
 from kvcache.streams import CudaDevice
@@ -40,8 +40,11 @@ DTYPES = {
 RECHECK_BLOCKS = 16  # read at once: of them one layer lies in memory a second time
 
 
-class KvStore:
-    """Holds bytes, not ownership: which block is whose is `BlockPool`'s."""
+class KvStore(PoolCells):
+    """The memory, and its cells by whole blocks.
+
+    Holds bytes, not ownership: which block is whose is `BlockPool`'s.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,6 @@ class KvStore:
         spec.validate()
         if not 0 <= kv_heads.start < kv_heads.stop <= spec.num_kv_heads:
             raise ValueError(f"{kv_heads} is not a run of the {spec.num_kv_heads} KV heads")
-        self.spec = spec
         self.kv_heads = kv_heads
         self.num_blocks = num_blocks
         shapes = {
@@ -80,18 +82,14 @@ class KvStore:
                 memory, room = np.split(room, [_num_bytes(spec, shape)])
             self._layers[layer] = _pool(shape, layout, DTYPES[spec.dtype], device, memory)
         num_planes = {layer: len(g.planes) for g in spec.groups for layer in g.layers}
-        self.kept = KeptDigests(num_blocks, len(kv_heads), num_planes)
+        kept = KeptDigests(num_blocks, len(kv_heads), num_planes)
         if on_device is None and torch.device(device).type == "cuda":
             on_device = DeviceCells(CudaDevice(self._layers[0].device))  # with its number
-        self._on_device = on_device
-        self._cells = PoolCells(
-            spec,
-            kv_heads,
-            self._layers,
-            num_blocks,
-            kept=self.kept,
-            on_device=on_device,
-            shared=self._shared,
+        settled = None
+        if self._shared is not None:
+            settled = SettledBlocks(self._shared, self._layers, num_blocks)
+        super().__init__(
+            CellPlaces(spec, kv_heads, self._layers, num_blocks), kept, on_device, settled
         )
 
     @property
@@ -107,11 +105,6 @@ class KvStore:
         num_bytes, block_size = self._shared.array.nbytes, self.spec.block_size
         pool = PoolMap(num_bytes, self.num_blocks, block_size, self.kv_heads, tuple(places))
         return ShownPool(self._shared, pool)
-
-    @property
-    def takes_cells(self) -> bool:
-        """Whether `take_cells` can read them where another process has them."""
-        return self._cells.takes_cells
 
     @property
     def num_layers(self) -> int:
@@ -152,113 +145,10 @@ class KvStore:
             for layer, pool_NPHSD in self._layers.items():
                 digests = np.empty(len(some) * len(heads) * pool_NPHSD.shape[1], np.uint64)
                 try:
-                    self._cells.gather_cells(layer, some, heads, digests=digests)
+                    self._reader.gather_cells(layer, some, heads, digests=digests)
                 except BlockRotten as found:
                     rotten.update(found.block_ids)
         return sorted(rotten)
-
-    def gather_cells(
-        self,
-        layer: int,
-        block_ids: Sequence[int],
-        heads: Sequence[int],
-        tail_tokens: int | None = None,
-        out: NDArray[np.uint8] | None = None,
-        digests: NDArray[np.uint64] | None = None,
-    ) -> NDArray[np.uint8]:
-        """As `PoolCells`, by whole blocks."""
-        return self._cells.gather_cells(layer, block_ids, heads, tail_tokens, out, digests)
-
-    def pourer(
-        self,
-        layer: int,
-        block_ids: Sequence[int],
-        heads: Sequence[int],
-        tail_tokens: int | None,
-        piece_blocks: int,
-        *,
-        suspect: bool = False,
-    ) -> CellPourer | None:
-        """As `PoolCells`, by whole blocks."""
-        where = (layer, block_ids, heads, tail_tokens, piece_blocks)
-        return self._cells.pourer(*where, suspect=suspect)
-
-    def streams(self, heads: Sequence[int]) -> bool:
-        """As `PoolCells`, by whole blocks."""
-        return self._cells.streams(heads)
-
-    def catcher(
-        self,
-        layer: int,
-        block_ids: Sequence[int],
-        heads: Sequence[int],
-        piece_blocks: int,
-        digests: NDArray[np.uint64] | None = None,
-    ) -> CellCatcher | None:
-        """As `PoolCells`, by whole blocks."""
-        return self._cells.catcher(layer, block_ids, heads, piece_blocks, digests)
-
-    def digest_cells(
-        self,
-        layer: int,
-        block_ids: Sequence[int],
-        heads: Sequence[int],
-        tail_tokens: int | None = None,
-    ) -> NDArray[np.uint64]:
-        """As `PoolCells`, by whole blocks."""
-        return self._cells.digest_cells(layer, block_ids, heads, tail_tokens)
-
-    def prove_blocks(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None:
-        """As `PoolCells`, by whole blocks."""
-        self._cells.prove_blocks(layer, block_ids, heads)
-
-    def known_digests(
-        self,
-        layer: int,
-        block_ids: Sequence[int],
-        heads: Sequence[int],
-        tail_tokens: int | None = None,
-    ) -> NDArray[np.uint64] | None:
-        """As `PoolCells`, by whole blocks."""
-        return self._cells.known_digests(layer, block_ids, heads, tail_tokens)
-
-    def are_settled(self, layer: int, block_ids: Sequence[int]) -> bool:
-        """As `PoolCells`, by whole blocks."""
-        return self._cells.are_settled(layer, block_ids)
-
-    def settle_cells(self, layer: int, block_ids: Sequence[int]) -> None:
-        """As `PoolCells`, by whole blocks."""
-        self._cells.settle_cells(layer, block_ids)
-
-    def note_cells(self, layer: int, block_ids: Sequence[int]) -> None:
-        """As `PoolCells`, by whole blocks."""
-        self._cells.note_cells(layer, block_ids)
-
-    def take_cells(
-        self,
-        layer: int,
-        block_ids: Sequence[int],
-        heads: Sequence[int],
-        cells: MappedCells,
-        digests: NDArray[np.uint64] | None = None,
-    ) -> NDArray[np.intp]:
-        """As `PoolCells`, by whole blocks."""
-        return self._cells.take_cells(layer, block_ids, heads, cells, digests)
-
-    def scatter_cells(
-        self,
-        layer: int,
-        block_ids: Sequence[int],
-        heads: Sequence[int],
-        cells: bytes | bytearray | memoryview | NDArray[np.uint8],
-        digests: NDArray[np.uint64] | None = None,
-    ) -> NDArray[np.intp]:
-        """As `PoolCells`, by whole blocks."""
-        return self._cells.scatter_cells(layer, block_ids, heads, cells, digests)
-
-    def cut(self, block_size: int) -> PoolCells:
-        """The same cells, in blocks of fewer tokens. Raises ValueError for what does not divide."""
-        return self._cells.cut(block_size)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block `src` to block `dst` for each (src, dst) in turn, in every layer."""
