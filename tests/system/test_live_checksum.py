@@ -357,7 +357,9 @@ async def test_two_prefill_workers_give_one_prompt_the_same_names_in_redis(
             reply = await cluster.generate(
                 prompt, pb.Pins(prefill=name), max_tokens=1, temperature=0, ignore_eos=True
             )
-            assert (reply.output, reply.usage.cached_tokens) == (expected(prompt, 1), 0)
+            assert reply.output == expected(prompt, 1)
+            # Nothing is there already; a busy machine may find that fetching costs less.
+            assert reply.usage.cached_tokens == reply.usage.journey.fetched_tokens
         async with asyncio.timeout(5):
             while True:
                 held = await index.longest(keys)
