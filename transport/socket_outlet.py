@@ -48,10 +48,14 @@ class SocketOutlet:
         self._num_gone += num_bytes
 
     def pieces_gone(self) -> None:
-        self._num_gone = len(self._head) + self._all_bytes - SEAL_BYTES
+        self._num_gone += self._num_left - SEAL_BYTES
+
+    @property
+    def _num_left(self) -> int:
+        return len(self._head) + self._all_bytes - self._num_gone
 
     def rest(self, digests: NDArray[np.uint64]) -> NDArray[np.uint8] | None:
-        if self._num_gone >= len(self._head) + self._all_bytes - SEAL_BYTES:
+        if self._num_left <= SEAL_BYTES:
             return None
         room = self._stream.room(self.num_bytes)
         self._rest = digests.view(np.uint8).data, room
@@ -63,7 +67,7 @@ class SocketOutlet:
             if not self._notice:  # which has been told
                 self._stream.write_views([memoryview(HEADER.pack(0, 0, TOLD))])
             return
-        left = len(self._head) + self._all_bytes - self._num_gone
+        left = self._num_left
         last = memoryview(seal.to_bytes(SEAL_BYTES, "little"))
         if left > SEAL_BYTES:
             waste = memoryview(b"" if self._rest else bytes(self._pieces.num_bytes))

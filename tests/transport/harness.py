@@ -304,6 +304,22 @@ class Cluster:
         await self.commit(key)
         return await asyncio.gather(*shipped), receipts
 
+    async def carry_acknowledged(
+        self, num_tokens: int, source: Sequence[int], target: Sequence[int]
+    ) -> None:
+        """As `carry`, by one prefill rank to one decode rank: the commit waits until prefill has
+        heard of every chunk.
+        """
+        key, (shipper,) = self.key(), self.prefill.shippers
+        expected, shipped = self.expect(key, num_tokens, target), self.ship(key, num_tokens)
+        self.seal_all(key, num_tokens, source)
+        await asyncio.gather(*expected)
+        departure = shipper.lend(key)
+        assert departure is not None
+        await soon(lambda: departure.outgoing.pairs[0].idle)
+        await self.commit(key)
+        await asyncio.gather(*shipped)
+
     def check_blocks(
         self, num_tokens: int, source: Sequence[int], target: Sequence[int], first_block: int = 0
     ) -> None:

@@ -184,15 +184,7 @@ async def test_what_nobody_waits_for_is_acknowledged_by_the_commit_or_where_that
         (report,), _ = await group.carry(18, SOURCE, TARGET)
         assert len(acked) == (0 if wire == "tcp" else report.chunks - 1)
         monkeypatch.setattr("transport.from_prefill.ACK_WITHIN_S", 0.001)
-        key, (shipper,) = group.key(), group.prefill.shippers
-        expected, shipped = group.expect(key, 18, TARGET), group.ship(key, 18)
-        group.seal_all(key, 18, SOURCE)
-        await asyncio.gather(*expected)
-        departure = shipper.lend(key)
-        assert departure is not None
-        await soon(lambda: departure.outgoing.pairs[0].idle)
-        await group.commit(key)
-        await asyncio.gather(*shipped)
+        await group.carry_acknowledged(18, SOURCE, TARGET)
 
 
 async def test_prefill_holds_its_blocks_until_every_decode_rank_has_committed() -> None:

@@ -10,7 +10,7 @@ from kvcache.device_cells import DeviceCells
 from kvcache.kv_store import KvStore
 from tests.kvcache.late_device import LateDevice
 from tests.transport.broken import SOURCE, TARGET
-from tests.transport.harness import POOL, QUICK, WIRES, cluster, network, soon
+from tests.transport.harness import POOL, QUICK, WIRES, cluster, network
 from transport.config import TransportConfig
 from transport.from_prefill import PASSING_WINDOWS
 from transport.outgoing import OutgoingPair
@@ -36,15 +36,7 @@ async def test_an_acknowledgement_is_there_before_prefill_sends_its_chunk_again(
     monkeypatch.setattr("transport.from_prefill.ACK_WITHIN_S", 3600)
     short = replace(QUICK, lease_s=0.3)  # by a clock that stands still
     async with network("tcp") as net, cluster(net, config=short, clock=ManualClock()) as group:
-        key, (shipper,) = group.key(), group.prefill.shippers
-        expected, shipped = group.expect(key, 18, TARGET), group.ship(key, 18)
-        group.seal_all(key, 18, SOURCE)
-        await asyncio.gather(*expected)
-        departure = shipper.lend(key)
-        assert departure is not None
-        await soon(lambda: departure.outgoing.pairs[0].idle)
-        await group.commit(key)
-        await asyncio.gather(*shipped)
+        await group.carry_acknowledged(18, SOURCE, TARGET)
 
 
 @pytest.mark.parametrize(
