@@ -160,37 +160,38 @@ static int64_t send_all(int fd, struct iovec *views, int64_t *left, int patience
     return gone;
 }
 
-/* Gather as above, and send it all through the socket `fd` behind a `head`, `piece_blocks` at a time, their
- * digests before their cells: what is small enough to be in a cache still when the kernel copies it costs
- * half. `room` takes one piece. Returns how many bytes have left: all, or those before the socket took
- * none for `patience_ms`; or -errno. */
-int64_t pour_cells(int fd, void *head, int64_t head_bytes, char *pool, const layout *at,
-                   const int64_t *blocks, int64_t num_blocks, int64_t tail_slots,
+/* Gather as above, layer by layer of alike ones that lie at `pools`, and send it all through the socket `fd`
+ * behind a `head`, `piece_blocks` at a time, their digests before their cells: what is small enough to be in
+ * a cache still when the kernel copies it costs half. `room` takes one piece. Returns how many bytes have
+ * left: all, or those before the socket took none for `patience_ms`; or -errno. */
+int64_t pour_cells(int fd, void *head, int64_t head_bytes, char *const *pools, int64_t num_layers,
+                   const layout *at, const int64_t *blocks, int64_t num_blocks, int64_t tail_slots,
                    int64_t piece_blocks, char *room, int patience_ms, digest_fn digest,
                    uint64_t *digests) {
     const int64_t num_cells = (at->hi - at->lo) * at->num_planes;
     const int64_t block_bytes = num_cells * at->num_slots * at->slot_bytes;
     struct iovec views[2] = {{head, head_bytes}};
     int64_t gone = 0, num_views = 1;
-    for (int64_t b = 0; b < num_blocks; b += piece_blocks) {
-        const int64_t count = num_blocks - b < piece_blocks ? num_blocks - b : piece_blocks;
-        const int64_t proof_bytes = count * num_cells * (int64_t)sizeof *digests;
-        char *cells = room + proof_bytes;
-        uint64_t *proofs = digests ? digests + b * num_cells : NULL;
-        gather_cells(pool, at, blocks + b, count, cells, block_bytes, digest, proofs, num_cells);
-        if (tail_slots && b + count == num_blocks)
-            clear_tail(at, cells + (count - 1) * block_bytes, tail_slots, digest,
-                       proofs ? proofs + (count - 1) * num_cells : NULL);
-        if (proofs)
-            memcpy(room, proofs, proof_bytes);
-        else
-            memset(room, 0, proof_bytes);
-        views[num_views++] = (struct iovec){room, proof_bytes + count * block_bytes};
-        int64_t now = send_all(fd, views, &num_views, patience_ms);
-        if (now < 0) return now;
-        gone += now;
-        if (num_views) return gone;
-    }
+    for (int64_t layer = 0; layer < num_layers; layer++)
+        for (int64_t b = 0; b < num_blocks; b += piece_blocks) {
+            const int64_t count = num_blocks - b < piece_blocks ? num_blocks - b : piece_blocks;
+            const int64_t proof_bytes = count * num_cells * (int64_t)sizeof *digests;
+            char *cells = room + proof_bytes;
+            uint64_t *proofs = digests ? digests + (layer * num_blocks + b) * num_cells : NULL;
+            gather_cells(pools[layer], at, blocks + b, count, cells, block_bytes, digest, proofs, num_cells);
+            if (tail_slots && b + count == num_blocks)
+                clear_tail(at, cells + (count - 1) * block_bytes, tail_slots, digest,
+                           proofs ? proofs + (count - 1) * num_cells : NULL);
+            if (proofs)
+                memcpy(room, proofs, proof_bytes);
+            else
+                memset(room, 0, proof_bytes);
+            views[num_views++] = (struct iovec){room, proof_bytes + count * block_bytes};
+            int64_t now = send_all(fd, views, &num_views, patience_ms);
+            if (now < 0) return now;
+            gone += now;
+            if (num_views) return gone;
+        }
     return gone;
 }
 
@@ -214,8 +215,8 @@ static int64_t view_block(char *pool, const layout *at, int64_t block, struct io
 /* As `pour_cells`, where digests are known, and so is the `seal` that comes behind all: nothing is read but
  * by the kernel, which copies the cells from where they lie. Those of a layout whose cells are in pieces,
  * and of a tail, pass through `room`. `views` takes one for each cell of a piece, and four more. */
-int64_t send_cells(int fd, void *head, int64_t head_bytes, char *pool, const layout *at,
-                   const int64_t *blocks, int64_t num_blocks, int64_t tail_slots,
+int64_t send_cells(int fd, void *head, int64_t head_bytes, char *const *pools, int64_t num_layers,
+                   const layout *at, const int64_t *blocks, int64_t num_blocks, int64_t tail_slots,
                    int64_t piece_blocks, char *room, int patience_ms, struct iovec *views,
                    uint64_t *digests, uint64_t seal) {
     const int64_t num_cells = (at->hi - at->lo) * at->num_planes;
@@ -223,25 +224,29 @@ int64_t send_cells(int fd, void *head, int64_t head_bytes, char *pool, const lay
     const int dense = at->slot_stride == at->slot_bytes;
     int64_t gone = 0, num_views = 1;
     views[0] = (struct iovec){head, head_bytes};
-    for (int64_t b = 0; b < num_blocks; b += piece_blocks) {
-        const int64_t count = num_blocks - b < piece_blocks ? num_blocks - b : piece_blocks;
-        const int last = b + count == num_blocks, tail = tail_slots && last;
-        const int64_t whole = dense ? count - tail : 0;
-        const size_t proof_bytes = count * num_cells * sizeof *digests;
-        views[num_views++] = (struct iovec){digests + b * num_cells, proof_bytes};
-        for (int64_t i = 0; i < whole; i++)
-            num_views = view_block(pool, at, blocks[b + i], views, num_views);
-        if (whole < count) {
-            gather_cells(pool, at, blocks + b + whole, count - whole, room, block_bytes, NULL, NULL, 0);
-            if (tail) clear_tail(at, room + (count - whole - 1) * block_bytes, tail_slots, NULL, NULL);
-            views[num_views++] = (struct iovec){room, (count - whole) * block_bytes};
+    for (int64_t layer = 0; layer < num_layers; layer++)
+        for (int64_t b = 0; b < num_blocks; b += piece_blocks) {
+            const int64_t count = num_blocks - b < piece_blocks ? num_blocks - b : piece_blocks;
+            const int last = b + count == num_blocks, tail = tail_slots && last;
+            const int64_t whole = dense ? count - tail : 0;
+            const size_t proof_bytes = count * num_cells * sizeof *digests;
+            uint64_t *proofs = digests + (layer * num_blocks + b) * num_cells;
+            views[num_views++] = (struct iovec){proofs, proof_bytes};
+            for (int64_t i = 0; i < whole; i++)
+                num_views = view_block(pools[layer], at, blocks[b + i], views, num_views);
+            if (whole < count) {
+                gather_cells(pools[layer], at, blocks + b + whole, count - whole, room, block_bytes, NULL,
+                             NULL, 0);
+                if (tail)
+                    clear_tail(at, room + (count - whole - 1) * block_bytes, tail_slots, NULL, NULL);
+                views[num_views++] = (struct iovec){room, (count - whole) * block_bytes};
+            }
+            if (last && layer + 1 == num_layers) views[num_views++] = (struct iovec){&seal, sizeof seal};
+            int64_t now = send_all(fd, views, &num_views, patience_ms);
+            if (now < 0) return now;
+            gone += now;
+            if (num_views) return gone;
         }
-        if (last) views[num_views++] = (struct iovec){&seal, sizeof seal};
-        int64_t now = send_all(fd, views, &num_views, patience_ms);
-        if (now < 0) return now;
-        gone += now;
-        if (num_views) return gone;
-    }
     return gone;
 }
 
@@ -296,30 +301,33 @@ static int wait_for(int fd, int64_t num_bytes, int timeout_ms) {
  * `taken` bytes were taken by calls before this one; of a piece that has not come whole they lie in
  * `room`. Returns how many are now: all, or those that came within `turn_ms`; or -errno, which is
  * -EPIPE when no more will come. */
-int64_t catch_cells(int fd, char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
-                    int64_t piece_blocks, char *room, int64_t taken, int turn_ms, digest_fn digest,
-                    int led, int proved, uint64_t *digests, uint8_t *bad, uint64_t *seal) {
+int64_t catch_cells(int fd, char *const *pools, int64_t num_layers, const layout *at, const int64_t *blocks,
+                    int64_t num_blocks, int64_t piece_blocks, char *room, int64_t taken, int turn_ms,
+                    digest_fn digest, int led, int proved, uint64_t *digests, uint8_t *bad,
+                    uint64_t *seal) {
     const int64_t num_cells = (at->hi - at->lo) * at->num_planes;
     const int64_t block_bytes = num_cells * at->num_slots * at->slot_bytes;
     const int64_t proof_bytes = led ? num_cells * (int64_t)sizeof *digests : 0;
     const int64_t width = proof_bytes + block_bytes;
-    const int64_t piece_bytes = piece_blocks * width, all_cells = num_blocks * width;
+    const int64_t piece_bytes = piece_blocks * width, layer_bytes = num_blocks * width;
+    const int64_t all_cells = num_layers * layer_bytes;
     const int64_t all = all_cells + (led ? (int64_t)sizeof *seal : 0);
     const int64_t until = now_ms() + turn_ms;
     while (taken < all) {
-        const int64_t from = taken < all_cells ? taken / piece_bytes * piece_bytes : all_cells;
-        const int64_t end = taken < all_cells ? all_cells : all;
+        const int64_t layer = taken / layer_bytes, begun = layer * layer_bytes; /* behind the last: the seal */
+        const int64_t from = begun + (taken - begun) / piece_bytes * piece_bytes;
+        const int64_t end = layer < num_layers ? begun + layer_bytes : all;
         const int64_t to = from + piece_bytes < end ? from + piece_bytes : end;
         ssize_t now = recv(fd, room + (taken - from), to - taken, MSG_DONTWAIT);
         if (now == 0) return -EPIPE;
         if (now < 0 && errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK) return -errno;
         if (now > 0) taken += now;
-        if (now > 0 && taken == to && from < all_cells) {
-            const int64_t first = from / width, count = (to - from) / width;
-            uint64_t *proofs = digests + first * num_cells;
-            memcpy(proofs, room, count * proof_bytes);
-            scatter_cells(pool, at, blocks + first, count, room + count * proof_bytes, block_bytes,
-                          digest, proved ? proofs : NULL, num_cells, bad + first * num_cells);
+        if (now > 0 && taken == to && layer < num_layers) {
+            const int64_t first = (from - begun) / width, count = (to - from) / width;
+            const int64_t row = (layer * num_blocks + first) * num_cells;
+            memcpy(digests + row, room, count * proof_bytes);
+            scatter_cells(pools[layer], at, blocks + first, count, room + count * proof_bytes, block_bytes,
+                          digest, proved ? digests + row : NULL, num_cells, bad + row);
         } else if (now > 0 && taken == to) {
             memcpy(seal, room, sizeof *seal);
         }

@@ -77,7 +77,7 @@ class HostCells(NamedTuple):
         self,
         fd: int,
         head: bytes,
-        pool: int,
+        pools: NDArray[np.intp],
         layout: Layout,
         block_ids: NDArray[np.int64],
         tail_slots: int,
@@ -86,15 +86,16 @@ class HostCells(NamedTuple):
         patience_ms: int,
         digests: NDArray[np.uint64] | None,
     ) -> int:
-        """Gather, and send it through the socket `fd` behind `head`, `piece_blocks` at a time in
-        `room`, which must hold as many: their digests, then their cells. Of the last block
-        `tail_slots` slots have meaning, 0: all. `digests`, if given, is dense; else what is sent of
-        them is 0.
+        """Gather from the layers that lie at `pools`, one after the other, the same blocks of each,
+        and send it through the socket `fd` behind `head`, `piece_blocks` at a time in `room`, which
+        must hold as many: their digests, then their cells. Of the last block `tail_slots` slots
+        have meaning, 0: all. `digests` [layers, blocks, cells of a block], if given, is dense; else
+        what is sent of them is 0.
 
         Returns how many bytes have left: fewer than all where the socket takes none for
         `patience_ms`. Raises OSError.
         """
-        where = (fd, head, len(head), pool, ctypes.byref(layout))
+        where = (fd, head, len(head), pools.ctypes.data, len(pools), ctypes.byref(layout))
         blocks = (block_ids.ctypes.data, len(block_ids), tail_slots, piece_blocks)
         proofs = None if digests is None else digests.ctypes.data
         pour, through = self.library.pour_cells, room.ctypes.data
@@ -104,7 +105,7 @@ class HostCells(NamedTuple):
         self,
         fd: int,
         head: bytes,
-        pool: int,
+        pools: NDArray[np.intp],
         layout: Layout,
         block_ids: NDArray[np.int64],
         tail_slots: int,
@@ -117,8 +118,9 @@ class HostCells(NamedTuple):
         """As `pour`, of cells whose `digests` are known: they leave from where they lie, and `seal`
         behind them, a u64.
         """
-        views = np.empty(2 * (piece_blocks * digests.size // len(block_ids) + 4), np.uintp)
-        where = (fd, head, len(head), pool, ctypes.byref(layout))
+        num_cells = digests.size // (len(pools) * len(block_ids))  # of a block
+        views = np.empty(2 * (piece_blocks * num_cells + 4), np.uintp)
+        where = (fd, head, len(head), pools.ctypes.data, len(pools), ctypes.byref(layout))
         blocks = (block_ids.ctypes.data, len(block_ids), tail_slots, piece_blocks)
         send, through = self.library.send_cells, room.ctypes.data
         proofs = (views.ctypes.data, digests.ctypes.data, seal)
@@ -127,7 +129,7 @@ class HostCells(NamedTuple):
     def catch(
         self,
         fd: int,
-        pool: int,
+        pools: NDArray[np.intp],
         layout: Layout,
         block_ids: NDArray[np.int64],
         piece_blocks: int,
@@ -140,10 +142,10 @@ class HostCells(NamedTuple):
         bad: NDArray[np.bool_],
         seal: NDArray[np.uint64],
     ) -> int:
-        """The other way: read from the socket `fd` and scatter, `piece_blocks` at a time in `room`,
-        which must hold as many and be the same from call to call. With `led`, `digests` and `seal`
-        come, too; else `digests` are given. With `proved`, only cells that are what these say are
-        written, and `bad` becomes true for the others.
+        """The other way: read from the socket `fd` and scatter into the layers that lie at `pools`,
+        `piece_blocks` at a time in `room`, which must hold as many and be the same from call to
+        call. With `led`, `digests` and `seal` come, too; else `digests` are given. With `proved`,
+        only cells that are what these say are written, and `bad` becomes true for the others.
 
         `taken` bytes came before; returns how many have now: fewer than all after `turn_ms`.
         Raises OSError, of which a BrokenPipeError says that no more will come.
@@ -151,7 +153,8 @@ class HostCells(NamedTuple):
         return _count(
             self.library.catch_cells(
                 ctypes.c_int(fd),
-                ctypes.c_void_p(pool),
+                ctypes.c_void_p(pools.ctypes.data),
+                ctypes.c_int64(len(pools)),
                 ctypes.byref(layout),
                 ctypes.c_void_p(block_ids.ctypes.data),
                 ctypes.c_int64(len(block_ids)),
@@ -316,8 +319,9 @@ def load() -> HostCells | None:
     address, count = ctypes.c_void_p, ctypes.c_int64
     cells = [address, address, address, count, address, count, address, address, count]
     number = ctypes.c_int
-    pour = [number, ctypes.c_char_p, count, *cells[:4], count, count, address, number]
-    catch = [number, *cells[:4], count, address, count, number, address, number, number]
+    layers = [address, count, *cells[1:4]]
+    pour = [number, ctypes.c_char_p, count, *layers, count, count, address, number]
+    catch = [number, *layers, count, address, count, number, address, number, number]
     pool = [address, address, address]
     move = [*pool, *pool, count, count, address, address, address, count, address]
     return loaded(

@@ -19,18 +19,18 @@ TURN_MS = 10  # before who drives it is asked whether to go on
 
 class _Keeper(NamedTuple):
     kept: KeptDigests
-    layer: int
+    layers: range
     local_heads: Sequence[int]
     touched: NDArray[np.int64]  # blocks of the pool
     whole: bool  # else parts of blocks come, of which no digests are kept
 
 
 class CellCatcher:
-    """Of one layer, as `CellWriter.catcher` made it. Belongs to one thread at a time.
+    """Of some layers, as `CellWriter.catcher` made it. Belongs to one thread at a time.
 
     num_bytes    that come through the socket
     room_bytes   of the room that each turn is to be given, the same one
-    digests      [cells]; those that came, so far
+    digests      [cells], layer by layer; those that came, so far
     seal         what came after the last cell, where digests come
     """
 
@@ -48,26 +48,27 @@ class CellCatcher:
         self._ids_B = ids_B
         self._piece_blocks = min(piece_blocks, len(ids_B))
         self._led = digests is None
-        self._bad = np.zeros(len(ids_B) * run.num_cells, np.bool_)
+        num_blocks = len(run.pools) * len(ids_B)  # in all layers
+        self._bad = np.zeros(num_blocks * run.num_cells, np.bool_)
         self._seal = np.zeros(1, np.uint64)
         self._keeper: _Keeper | None = None
         self.digests = np.zeros(len(self._bad), np.uint64) if digests is None else digests
         self.proved = True  # that cells are compared with their digests: else to see what it costs
         self.num_taken = 0
         width = run.block_bytes + 8 * run.num_cells * self._led
-        self.num_bytes = len(ids_B) * width + 8 * self._led
+        self.num_bytes = num_blocks * width + 8 * self._led
         self.room_bytes = self._piece_blocks * width
 
     def keep_in(
         self,
         kept: KeptDigests,
-        layer: int,
+        layers: range,
         local_heads: Sequence[int],
         touched: NDArray[np.int64],
         whole: bool,
     ) -> None:
         """The digests of these blocks of the pool are kept, of `whole` ones those that come."""
-        self._keeper = _Keeper(kept, layer, local_heads, touched, whole)
+        self._keeper = _Keeper(kept, layers, local_heads, touched, whole)
 
     @property
     def seal(self) -> int:
@@ -79,7 +80,7 @@ class CellCatcher:
             self.forget()
         self.num_taken = self._host.catch(
             fd,
-            self._run.pool,
+            self._run.pools,
             self._run.layout,
             self._ids_B,
             self._piece_blocks,
@@ -103,14 +104,17 @@ class CellCatcher:
         if self._keeper is None or not self._keeper.whole:
             self.forget()
             return
-        kept, layer, heads, ids_B, _ = self._keeper
-        shape, good_BH = (len(ids_B), len(heads), -1), None
-        if self._bad.any():
-            good_BH = np.asarray(~self._bad.reshape(shape).any(axis=2))
-        kept.keep(layer, ids_B, heads, self.digests.reshape(shape), good_BH)
+        kept, layers, heads, ids_B, _ = self._keeper
+        shape = (len(layers), len(ids_B), len(heads), -1)
+        digests_LBHP, bad_LBHP = self.digests.reshape(shape), self._bad.reshape(shape)
+        any_bad = self._bad.any()
+        for i, layer in enumerate(layers):
+            good_BH = np.asarray(~bad_LBHP[i].any(axis=2)) if any_bad else None
+            kept.keep(layer, ids_B, heads, digests_LBHP[i], good_BH)
 
     def forget(self) -> None:
         """The blocks are about to be written, or have been, and nobody knows with what."""
         if self._keeper is not None:
-            kept, layer, heads, ids_B, _ = self._keeper
-            kept.forget_cells(layer, ids_B, heads)
+            kept, layers, heads, ids_B, _ = self._keeper
+            for layer in layers:
+                kept.forget_cells(layer, ids_B, heads)

@@ -22,9 +22,11 @@ from kvcache.spec import CacheSpec
 
 
 class HeadRun(NamedTuple):
-    """Where the cells of consecutive heads of a layer lie, and how many of them a block has."""
+    """Where the cells of consecutive heads lie in some layers that are alike, and how many of them
+    a block has in each.
+    """
 
-    pool: int  # its address
+    pools: NDArray[np.intp]  # [layers]: their addresses
     layout: Layout
     num_cells: int
     block_bytes: int
@@ -54,7 +56,7 @@ class CellPlaces:
         self.parts = parts
         self._whole = whole
         self._num_whole = num_whole
-        self._head_runs: dict[tuple[int, ...], HeadRun | None] = {}
+        self._head_runs: dict[tuple[int, int, tuple[int, ...]], HeadRun | None] = {}
 
     def cut(self, block_size: int) -> "CellPlaces":
         """The same cells, in blocks of fewer tokens. Raises ValueError for what does not divide."""
@@ -109,17 +111,24 @@ class CellPlaces:
             yield Layout(*strides, *cell, lo, hi), taken, taken * num_planes
             taken += hi - lo
 
-    def head_run(self, layer: int, heads: Sequence[int]) -> HeadRun | None:
+    def head_run(self, layers: range, heads: Sequence[int]) -> HeadRun | None:
         """The same as before for the same heads, which are those of a pair of ranks; None where
-        they are no run. Raises ValueError for heads of other ranks.
+        they are no run, or these layers are not alike. Raises ValueError for heads of other ranks.
         """
-        key = (layer, *heads)
+        key = (layers.start, layers.stop, tuple(heads))
         if key not in self._head_runs:
-            runs = self.local_runs(heads)
-            (layout, _, _), *_ = self.layouts(layer, runs)
-            made = HeadRun(self.layers[layer].data_ptr(), layout, *self.block(layer, heads))
-            self._head_runs[key] = made if len(runs) == 1 else None
+            self._head_runs[key] = self._find_run(layers, heads)
         return self._head_runs[key]
+
+    def _find_run(self, layers: range, heads: Sequence[int]) -> HeadRun | None:
+        runs = self.local_runs(heads)
+        if len(runs) > 1 or not all(layer in self.layers for layer in layers):
+            return None
+        layouts = [next(self.layouts(layer, runs))[0] for layer in layers]
+        if len({bytes(layout) for layout in layouts}) != 1:
+            return None
+        pools = np.array([self.layers[layer].data_ptr() for layer in layers], dtype=np.intp)
+        return HeadRun(pools, layouts[0], *self.block(layers[0], heads))
 
     def block(self, layer: int, heads: Sequence[int]) -> tuple[int, int]:
         """How many cells of `heads` a block has, and their bytes."""

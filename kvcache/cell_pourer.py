@@ -17,12 +17,12 @@ PATIENCE_MS = 5  # for a socket to take more, before what is left is gathered al
 
 
 class CellPourer:
-    """Of one layer, as `CellReader.pourer` made it. Belongs to one thread at a time.
+    """Of some layers, as `CellReader.pourer` made it. Belongs to one thread at a time.
 
     num_bytes    of the pieces that leave through the socket
     room_bytes   of the room that `pour` is to be given
     known        whether the digests are, before a cell is read
-    digests      [cells]; those of the cells that have left, so far
+    digests      [cells], layer by layer; those of the cells that have left, so far
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class CellPourer:
         self._piece_blocks = min(piece_blocks, len(ids_B))
         self._compare = compare
         self.known = known is not None
-        self.digests = np.zeros(len(ids_B) * run.num_cells, np.uint64) if known is None else known
+        num_blocks = len(run.pools) * len(ids_B)  # in all layers
+        self.digests = np.zeros(num_blocks * run.num_cells, np.uint64) if known is None else known
         self.proved = True  # that digests are made: else they are 0, to see what they cost
         width = run.block_bytes + 8 * run.num_cells
-        self.num_bytes = len(ids_B) * width
+        self.num_bytes = num_blocks * width
         self.room_bytes = self._piece_blocks * width
 
     def pour(self, fd: int, head: bytes, room: NDArray[np.uint8], seal: int | None = None) -> int:
@@ -61,8 +62,8 @@ class CellPourer:
         """
         assert room.nbytes >= self.room_bytes, f"{room.nbytes} bytes for {self.room_bytes}"
         assert self.known == (seal is not None), "a seal is over digests that are known"
-        pool, layout, *_ = self._run
-        blocks = (pool, layout, self._ids_B, self._tail_slots, self._piece_blocks)
+        pools, layout, *_ = self._run
+        blocks = (pools, layout, self._ids_B, self._tail_slots, self._piece_blocks)
         if seal is not None:
             return self._host.send(fd, head, *blocks, room, PATIENCE_MS, self.digests, seal)
         digests = self.digests if self.proved else None

@@ -102,7 +102,7 @@ class CellReader:
 
     def pourer(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         tail_tokens: int | None,
@@ -110,18 +110,19 @@ class CellReader:
         *,
         suspect: bool = False,
     ) -> CellPourer | None:
-        """What sends the cells that `gather_cells` would give through a socket, `piece_blocks` at a
-        time; None where it cannot be done so. They are sent while they are gathered; or from where
-        they lie, if their digests are known, and they are not `suspect`.
+        """What sends the cells that `gather_cells` would give of each of these layers through a
+        socket, `piece_blocks` at a time; None where it cannot be done so. They are sent while they
+        are gathered; or from where they lie, if their digests are known, and they are not
+        `suspect`.
         """
-        run, ids_B = self._places.head_run(layer, heads), self._places.checked(block_ids)
+        run, ids_B = self._places.head_run(layers, heads), self._places.checked(block_ids)
         if self._host is None or run is None or not len(ids_B):
             return None
-        known = None if suspect else self._known(layer, ids_B, heads, tail_tokens)
-        fresh = known is None
-        compare = self._comparison(layer, ids_B, heads, tail_tokens) if fresh else _nothing
+        where = (ids_B, heads, tail_tokens)
+        known = None if suspect else self._all_known(layers, *where)
+        compares = [self._comparison(layer, *where) for layer in layers if known is None]
         blocks = (ids_B, tail_tokens or 0, piece_blocks)
-        return CellPourer(self._host, run, *blocks, known, compare)
+        return CellPourer(self._host, run, *blocks, known, _each(compares))
 
     def digest_cells(
         self,
@@ -174,6 +175,18 @@ class CellReader:
         everything = [(0, len(self._places.kv_heads))]
         ((layout, _, _),) = self._places.layouts(layer, everything)
         return host.noter(self._places.layers[layer].data_ptr(), layout, *self._kept.arrays(layer))
+
+    def _all_known(
+        self, layers: range, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None
+    ) -> NDArray[np.uint64] | None:
+        """As `known_digests`, one layer after the other; None if some of any are not known."""
+        found = []
+        for layer in layers:
+            known = self._known(layer, ids_B, heads, tail_tokens)
+            if known is None:
+                return None
+            found.append(known)
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _known(
         self, layer: int, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None
@@ -234,6 +247,18 @@ def _compare(
     rotten = kept.compare(layer, whole_B, local, digests_BHP, written_B)
     if rotten:
         raise BlockRotten(rotten, layer)
+
+
+def _each(
+    compares: Sequence[Callable[[NDArray[np.uint64]], None]],
+) -> Callable[[NDArray[np.uint64]], None]:
+    """Of digests of as many layers: what compares those of each."""
+
+    def compare(digests: NDArray[np.uint64]) -> None:
+        for one, own in zip(compares, np.split(digests, len(compares)), strict=True):
+            one(own)
+
+    return compare
 
 
 def _nothing(digests: NDArray[np.uint64]) -> None:

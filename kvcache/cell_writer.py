@@ -90,25 +90,25 @@ class CellWriter:
 
     def catcher(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         piece_blocks: int,
         digests: NDArray[np.uint64] | None = None,
     ) -> CellCatcher | None:
-        """What writes the cells of `heads` (ascending) into `block_ids` as they come out of a
-        socket, where it can be done so; they come as `pourer` has them sent, and then a u64. With
-        `digests` [num_cells], only cells come.
+        """What writes the cells of `heads` (ascending) into `block_ids` of each of these layers as
+        they come out of a socket, where it can be done so; they come as `pourer` has them sent, and
+        then a u64. With `digests` [num_cells], only cells come.
         """
         places = self._places
-        run, ids_B = places.head_run(layer, heads), places.checked(block_ids)
+        run, ids_B = places.head_run(layers, heads), places.checked(block_ids)
         if self._host is None or run is None or not len(ids_B) or piece_blocks < 1:
             return None
-        if digests is not None and len(digests) != len(ids_B) * run.num_cells:
+        if digests is not None and len(digests) != len(layers) * len(ids_B) * run.num_cells:
             return None
         made = CellCatcher(self._host, run, ids_B, piece_blocks, digests)
         touched, local = places.whole_ids(ids_B), places.local(heads)
-        made.keep_in(self._kept, layer, local, touched, places.parts == 1)
+        made.keep_in(self._kept, layers, local, touched, places.parts == 1)
         return made
 
     def _noted(

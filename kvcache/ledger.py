@@ -69,6 +69,7 @@ class Ledger:
         key: TransferKey = NO_TRANSFER,
         peer: int = 0,
         layer: int = -1,
+        num_layers: int = 1,
         head: int = 0,
         num_heads: int = 0,
         first: int = 0,
@@ -76,36 +77,37 @@ class Ledger:
         detail: int = 0,
         num_bytes: int = 0,
     ) -> None:
-        """Write one row."""
+        """Write one row; of cells that move alike in `num_layers`, from `layer` on, one of each."""
         with self._lock:
-            page = self._page
-            if page.used == page.size:
-                page = self._turn()
-            self._seq = seq = self._seq + 1
-            PACK.pack_into(
-                page.memory,
-                page.used,
-                key.hi,
-                key.lo,
-                key.prefill_epoch,
-                key.decode_epoch,
-                key.attempt,
-                peer,
-                book,
-                source,
-                target,
-                reason,
-                layer,
-                head,
-                num_heads,
-                0,
-                first,
-                count,
-                detail,
-                num_bytes,
-                seq,
-            )
-            page.used += ROW_BYTES
+            for each in range(layer, layer + num_layers):
+                page = self._page
+                if page.used == page.size:
+                    page = self._turn()
+                self._seq = seq = self._seq + 1
+                PACK.pack_into(
+                    page.memory,
+                    page.used,
+                    key.hi,
+                    key.lo,
+                    key.prefill_epoch,
+                    key.decode_epoch,
+                    key.attempt,
+                    peer,
+                    book,
+                    source,
+                    target,
+                    reason,
+                    each,
+                    head,
+                    num_heads,
+                    0,
+                    first,
+                    count,
+                    detail,
+                    num_bytes,
+                    seq,
+                )
+                page.used += ROW_BYTES
 
     def post_bindings(
         self, reason: Reason, key: TransferKey, first: int, bound: Sequence[tuple[int, int]]

@@ -71,7 +71,7 @@ class PoolCells:
 
     def pourer(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         tail_tokens: int | None,
@@ -80,7 +80,7 @@ class PoolCells:
         suspect: bool = False,
     ) -> CellPourer | None:
         """As `CellReader`."""
-        where = (layer, block_ids, heads, tail_tokens, piece_blocks)
+        where = (layers, block_ids, heads, tail_tokens, piece_blocks)
         return self._reader.pourer(*where, suspect=suspect)
 
     def digest_cells(
@@ -147,11 +147,11 @@ class PoolCells:
 
     def catcher(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         piece_blocks: int,
         digests: NDArray[np.uint64] | None = None,
     ) -> CellCatcher | None:
         """As `CellWriter`."""
-        return self._writer.catcher(layer, block_ids, heads, piece_blocks, digests)
+        return self._writer.catcher(layers, block_ids, heads, piece_blocks, digests)

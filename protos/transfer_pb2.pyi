@@ -148,7 +148,7 @@ class Credit(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., window_bytes: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("seq", "layer", "first_block", "num_blocks", "payload_bytes", "digests", "payload", "heads", "check", "piece_blocks", "pool_blocks", "tail_tokens")
+    __slots__ = ("seq", "layer", "first_block", "num_blocks", "payload_bytes", "digests", "payload", "heads", "check", "piece_blocks", "pool_blocks", "tail_tokens", "num_layers")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class Chunk(_message.Message):
     PIECE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TAIL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     layer: int
     first_block: int
@@ -173,7 +174,8 @@ class Chunk(_message.Message):
     piece_blocks: int
     pool_blocks: bytes
     tail_tokens: int
-    def __init__(self, seq: _Optional[int] = ..., layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., heads: _Optional[_Iterable[int]] = ..., check: _Optional[int] = ..., piece_blocks: _Optional[int] = ..., pool_blocks: _Optional[bytes] = ..., tail_tokens: _Optional[int] = ...) -> None: ...
+    num_layers: int
+    def __init__(self, seq: _Optional[int] = ..., layer: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., heads: _Optional[_Iterable[int]] = ..., check: _Optional[int] = ..., piece_blocks: _Optional[int] = ..., pool_blocks: _Optional[bytes] = ..., tail_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
 
 class CellRun(_message.Message):
     __slots__ = ("layer", "first_block", "num_blocks", "heads")

@@ -9,11 +9,14 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from kvcache.ledger import Ledger
 from kvcache.ledger_row import Account, Book, Origin, Reason, TransferKey, runs
 from protos.transfer_pb2 import CellRun, Chunk
-from transport.cell_runs import Cell, cells_of, runs_of
+from transport.cell_runs import Cell, cells_of, layers_of, runs_in, runs_of
 from transport.orders import Code, Identity, Lender, ShipmentKey
 from transport.shipment import Shape
 
 Heads = Sequence[tuple[int, int]]  # runs of KV heads: (first, count)
+Where = tuple[range, int, int]  # layers, the first block, the number of blocks
+ALL_LAYERS = range(-1, 0)
+MAX_LAYERS = 4096  # of a chunk that is refused: what it says may be anything
 NO_CHUNK = 0xFFFF_FFFF  # cells that are fetched again, one by one
 
 
@@ -72,13 +75,13 @@ class _TransferBook:
         reason: Reason,
         peer: int,
         chunk: int,
-        where: tuple[int, int, int],
+        where: Where,
         heads: Heads,
         num_bytes: int = 0,
     ) -> None:
-        """`where` is the layer, the first block and the number of blocks."""
-        layer, first, count = where
-        all_heads = sum(num_heads for _, num_heads in heads) or 1
+        """One row for each layer and run of heads; `num_bytes` are of all."""
+        layers, first, count = where
+        shares = len(layers) * (sum(num_heads for _, num_heads in heads) or 1)
         for head, num_heads in heads:
             self._ledger.post(
                 Book.CELLS,
@@ -87,13 +90,14 @@ class _TransferBook:
                 reason,
                 key=self._key,
                 peer=peer,
-                layer=layer,
+                layer=layers.start,
+                num_layers=len(layers),
                 head=head,
                 num_heads=num_heads,
                 first=first,
                 count=count,
                 detail=chunk,
-                num_bytes=num_bytes * num_heads // all_heads & 0xFFFF_FFFF,
+                num_bytes=num_bytes * num_heads // shares & 0xFFFF_FFFF,
             )
 
     def _move(self, source: Account, target: Account, reason: Reason, count: int = 0) -> None:
@@ -113,7 +117,7 @@ class SendingBook(_TransferBook):
     ) -> None:
         super().__init__(ledger, key)
         self._state = Account.OPEN
-        self._sent: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._sent: dict[tuple[int, int], Where] = {}
         self._bound: set[int] = set()  # blocks of the pool
         self._num_blocks = shape.num_blocks
         self._move(Account.OUTSIDE, Account.OPEN, Reason.ORDERED)
@@ -127,7 +131,7 @@ class SendingBook(_TransferBook):
 
     def resident(self, peer: int, first_block: int) -> None:
         """Decode lacks the blocks from `first_block` on."""
-        where = (-1, 0, first_block)
+        where = (ALL_LAYERS, 0, first_block)
         accounts = (Account.OWED, Account.RESIDENT)
         self._cells(*accounts, Reason.RESIDENT, peer, 0, where, self._heads[peer])
 
@@ -159,7 +163,7 @@ class SendingBook(_TransferBook):
         self._answered(Account.SENT, Reason.NACKED, peer, chunk)
 
     def committed(self, peer: int) -> None:
-        where = (-1, 0, self._num_blocks)
+        where = (ALL_LAYERS, 0, self._num_blocks)
         accounts = (Account.SENT, Account.COMMITTED)
         self._cells(*accounts, Reason.COMMITTED, peer, 0, where, self._heads[peer])
 
@@ -221,13 +225,8 @@ class ReceivingBook(_TransferBook):
             self._chunk(Account.STAGED, Account.WRITTEN, Reason.VERIFIED, peer, chunk)
             return
         heads = [head for first, count in self._heads[peer] for head in range(first, first + count)]
-        run = CellRun(
-            layer=chunk.layer,
-            first_block=chunk.first_block,
-            num_blocks=chunk.num_blocks,
-            heads=heads,
-        )
-        self._settle(peer, chunk.seq, cells_of(run), bad)
+        cells = [cell for run in runs_in(chunk, heads) for cell in cells_of(run)]
+        self._settle(peer, chunk.seq, cells, bad)
 
     def given_up(self, peer: int, chunk: Chunk) -> None:
         self._chunk(Account.STAGED, Account.DROPPED, Reason.GIVEN_UP, peer, chunk)
@@ -257,7 +256,7 @@ class ReceivingBook(_TransferBook):
     def lost(self, peer: int, chunk: int) -> None:
         """It never came, and is asked for."""
         accounts = (Account.EXPECTED, Account.EXPECTED)
-        self._cells(*accounts, Reason.LOST, peer, chunk, (-1, 0, 0), [(0, 0)])
+        self._cells(*accounts, Reason.LOST, peer, chunk, (ALL_LAYERS, 0, 0), [(0, 0)])
 
     def whole(self) -> None:
         """Every cell of this rank is in its block; said once."""
@@ -302,7 +301,8 @@ class ReceivingBook(_TransferBook):
         cells: Iterable[Cell],
     ) -> None:
         for run in runs_of(cells):
-            where, heads = (run.layer, run.first_block, run.num_blocks), list(runs(run.heads))
+            layers, heads = range(run.layer, run.layer + 1), list(runs(run.heads))
+            where = (layers, run.first_block, run.num_blocks)
             size = self._block_bytes[run.layer] * run.num_blocks * len(run.heads)
             self._cells(source, target, reason, peer, chunk, where, heads, size)
 
@@ -313,9 +313,11 @@ class ReceivingBook(_TransferBook):
         self._cells(source, target, reason, peer, chunk.seq, where, self._heads[peer], size)
 
 
-def _where(chunk: Chunk) -> tuple[int, int, int]:
+def _where(chunk: Chunk) -> Where:
     """What the header says, right or wrong, as far as a row can hold it."""
-    return chunk.layer & 0x7FFF, chunk.first_block, chunk.num_blocks
+    layer = chunk.layer & 0x7FFF
+    last = layer + min(len(layers_of(chunk)), MAX_LAYERS)
+    return range(layer, min(last, 0x8000)), chunk.first_block, chunk.num_blocks
 
 
 def late(ledger: Ledger, key: ShipmentKey, peer: int, chunk: Chunk) -> None:

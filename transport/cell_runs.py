@@ -7,7 +7,7 @@ for again.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from protos.transfer_pb2 import CellRun
+from protos.transfer_pb2 import CellRun, Chunk
 
 
 class Cell(NamedTuple):
@@ -24,6 +24,21 @@ def cells_of(run: CellRun) -> Iterator[Cell]:
     for block in range(run.first_block, run.first_block + run.num_blocks):
         for head in run.heads:
             yield Cell(run.layer, block, head)
+
+
+def layers_of(chunk: Chunk) -> range:
+    """That it says it has cells of, right or wrong."""
+    return range(chunk.layer, chunk.layer + max(1, chunk.num_layers))
+
+
+def runs_in(chunk: Chunk, heads: Sequence[int]) -> list[CellRun]:
+    """What a chunk of these heads carries, layer by layer, in the order in which they travel."""
+    return [run_in(chunk, heads, layer) for layer in layers_of(chunk)]
+
+
+def run_in(chunk: Chunk, heads: Sequence[int], layer: int) -> CellRun:
+    first, count = chunk.first_block, chunk.num_blocks
+    return CellRun(layer=layer, first_block=first, num_blocks=count, heads=heads)
 
 
 def runs_of(cells: Iterable[Cell]) -> list[CellRun]:

@@ -10,7 +10,7 @@ from kvcache.cells import digests_to_bytes
 from protos.transfer_pb2 import Chunk
 from transport.orders import ShipmentKey
 
-_PLACE = struct.Struct("<IQQIIIIQII")
+_PLACE = struct.Struct("<IQQIIIIIQII")
 
 
 def chunk_check(key: ShipmentKey, chunk: Chunk) -> int:
@@ -35,6 +35,7 @@ def place_of(key: ShipmentKey, chunk: Chunk) -> bytes:
         key.decode_epoch,
         chunk.seq,
         chunk.layer,
+        chunk.num_layers,
         chunk.first_block,
         chunk.num_blocks,
         chunk.payload_bytes,

@@ -77,7 +77,7 @@ class Pool(CellSource, Protocol):
 
     def pourer(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         tail_tokens: int | None,
@@ -164,13 +164,13 @@ def pouring(
     num_bytes: int,
 ) -> Pouring:
     """As `gather`, but the payload leaves while it is built, and its frame may leave before."""
-    num_blocks, run, key = len(part.run.block_ids), part.run, departure.order.key
-    num_digests = num_blocks * len(heads) * len(departure.shape.layers[run.layer].planes)
+    run, key, num_digests = part.run, departure.order.key, _num_digests(departure, heads, part)
+    num_blocks = part.num_layers * len(run.block_ids)
     count = piece_blocks(num_bytes // num_blocks, num_digests // num_blocks)
     chunk = _chunk(part, num_bytes, piece_blocks=count)
     place = place_of(key, chunk)
     chunk.check = check_of(place, b"")
-    where = (run.layer, run.block_ids, heads, run.tail_tokens, count)
+    where = (part.layers, run.block_ids, heads, run.tail_tokens, count)
     cells, suspect = _cut(source, departure), bool(part.heads)  # they came or lie damaged
     pourer = cells.pourer(*where, suspect=suspect)
     seal = seal_of(place, pourer.digests) if pourer is not None and pourer.known else None
@@ -198,10 +198,15 @@ def known_digests(
     source: Pool, departure: Departure, heads: Sequence[int], part: Part
 ) -> NDArray[np.uint64] | None:
     """Those of a chunk, if they are at hand: `point` then reads nothing, and takes but a moment."""
-    run = part.run
-    if departure.shape.parts > 1 or not source.are_settled(run.layer, run.block_ids):
-        return None
-    return source.known_digests(run.layer, run.block_ids, heads, run.tail_tokens)
+    found = []
+    for run in part.runs:
+        if departure.shape.parts > 1 or not source.are_settled(run.layer, run.block_ids):
+            return None
+        known = source.known_digests(run.layer, run.block_ids, heads, run.tail_tokens)
+        if known is None:
+            return None
+        found.append(known)
+    return np.concatenate(found)
 
 
 def _read(
@@ -222,17 +227,19 @@ def _read(
 def _gather(
     source: Pool, departure: Departure, heads: Sequence[int], part: Part, room: memoryview
 ) -> tuple[Chunk, Frame]:
-    prove_parts(source, departure.shape.parts, heads, part.run)
-    source, run, key = _cut(source, departure), part.run, departure.order.key
-    out = np.frombuffer(room, dtype=np.uint8)
-    digests = None
-    if not part.heads:  # else they came damaged, or lie damaged
-        digests = source.known_digests(run.layer, run.block_ids, heads, run.tail_tokens)
-    if digests is not None:
-        source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out)
-    else:
-        digests = _digests(departure, heads, run)
-        source.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, out, digests)
+    _prove_parts(source, departure, heads, part)
+    source, key = _cut(source, departure), departure.order.key
+    out, digests = np.frombuffer(room, dtype=np.uint8), _digests(departure, heads, part)
+    each = zip(part.runs, *_by_layer(part, out, digests), strict=True)
+    for run, cells, proofs in each:
+        where = (run.layer, run.block_ids, heads, run.tail_tokens)
+        # What came damaged, or lies damaged, is looked at.
+        known = None if part.heads else source.known_digests(*where)
+        if known is None:
+            source.gather_cells(*where, cells, proofs)
+        else:
+            source.gather_cells(*where, cells)
+            proofs[:] = known
     chunk = _chunk(part, room.nbytes, digests=digests_to_bytes(digests))
     chunk.check = chunk_check(key, chunk)
     return chunk, Frame(key=key.to_proto(), chunk=chunk)
@@ -249,9 +256,9 @@ def _pour(
     seal: int | None,
     outlet: Outlet,
 ) -> tuple[Chunk, int]:
-    prove_parts(source, departure.shape.parts, heads, part.run)
+    _prove_parts(source, departure, heads, part)
     fd, head, piece = outlet.begin()
-    digests = _digests(departure, heads, part.run) if pourer is None else pourer.digests
+    digests = _digests(departure, heads, part) if pourer is None else pourer.digests
     if pourer is not None:
         try:
             outlet.gone(pourer.pour(fd, head, piece, seal))
@@ -259,8 +266,11 @@ def _pour(
             outlet.pieces_gone()
             raise
     if (room := outlet.rest(digests)) is not None:
-        run, cells = part.run, _cut(source, departure)
-        cells.gather_cells(run.layer, run.block_ids, heads, run.tail_tokens, room, digests)
+        source = _cut(source, departure)
+        each = zip(part.runs, *_by_layer(part, room, digests), strict=True)
+        for run, cells, proofs in each:
+            where = (run.layer, run.block_ids, heads, run.tail_tokens)
+            source.gather_cells(*where, cells, proofs)
     return chunk, seal_of(place, digests) if seal is None else seal
 
 
@@ -273,10 +283,11 @@ def _point(
 ) -> tuple[Chunk, Frame]:
     run, key = part.run, departure.order.key
     if digests is None:
-        prove_parts(source, departure.shape.parts, heads, run)
+        _prove_parts(source, departure, heads, part)
         cells = _cut(source, departure)
-        digests = cells.digest_cells(run.layer, run.block_ids, heads, run.tail_tokens)
-    num_bytes = len(run.block_ids) * departure.shape.layers[run.layer].block_bytes(len(heads))
+        made = [cells.digest_cells(r.layer, r.block_ids, heads, r.tail_tokens) for r in part.runs]
+        digests = np.concatenate(made)
+    num_bytes = part.num_bytes(departure.shape, heads)
     chunk = _chunk(part, num_bytes, digests=digests_to_bytes(digests))
     chunk.pool_blocks = np.array(run.block_ids, dtype="<i8").tobytes()
     chunk.tail_tokens = run.tail_tokens or 0
@@ -293,14 +304,32 @@ def prove_parts(source: CellSource, parts: int, heads: Sequence[int], run: Run) 
         source.prove_blocks(run.layer, sorted({part // parts for part in full}), heads)
 
 
+def _prove_parts(
+    source: CellSource, departure: Departure, heads: Sequence[int], part: Part
+) -> None:
+    for run in part.runs if departure.shape.parts > 1 else ():
+        prove_parts(source, departure.shape.parts, heads, run)
+
+
 def _cut(source: Pool, departure: Departure) -> Pool:
     shape = departure.shape
     return source.cut(shape.block_size) if shape.parts > 1 else source
 
 
-def _digests(departure: Departure, heads: Sequence[int], run: Run) -> NDArray[np.uint64]:
-    num_planes = len(departure.shape.layers[run.layer].planes)
-    return np.empty(len(run.block_ids) * len(heads) * num_planes, dtype=np.uint64)
+def _num_digests(departure: Departure, heads: Sequence[int], part: Part) -> int:
+    num_planes = len(departure.shape.layers[part.run.layer].planes)
+    return part.num_layers * len(part.run.block_ids) * len(heads) * num_planes
+
+
+def _digests(departure: Departure, heads: Sequence[int], part: Part) -> NDArray[np.uint64]:
+    return np.empty(_num_digests(departure, heads, part), dtype=np.uint64)
+
+
+def _by_layer(
+    part: Part, cells: NDArray[np.uint8], digests: NDArray[np.uint64]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+    """Both as [layers, bytes or cells]."""
+    return cells.reshape(part.num_layers, -1), digests.reshape(part.num_layers, -1)
 
 
 def _chunk(part: Part, num_bytes: int, digests: bytes = b"", piece_blocks: int = 0) -> Chunk:
@@ -308,6 +337,7 @@ def _chunk(part: Part, num_bytes: int, digests: bytes = b"", piece_blocks: int =
     return Chunk(
         seq=part.seq,
         layer=run.layer,
+        num_layers=part.num_layers if part.num_layers > 1 else 0,
         first_block=run.first_block,
         num_blocks=len(run.block_ids),
         payload_bytes=num_bytes,

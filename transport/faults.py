@@ -25,6 +25,7 @@ from typing import Self
 import numpy as np
 
 from protos.transfer_pb2 import Frame
+from transport.cell_runs import layers_of
 
 
 class Kind(StrEnum):
@@ -315,5 +316,7 @@ def _described(frame: Frame) -> str:
         return f"{body} of {who}/{frame.key.attempt}"
     chunk = frame.chunk
     last = chunk.first_block + chunk.num_blocks - 1
-    where = f"layer {chunk.layer}, blocks {chunk.first_block}-{last}"
+    layers = layers_of(chunk)
+    which = f"layer {chunk.layer}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
+    where = f"{which}, blocks {chunk.first_block}-{last}"
     return f"chunk {chunk.seq} of {who}/{frame.key.attempt}: {where}"

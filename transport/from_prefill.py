@@ -7,13 +7,11 @@ has ended, changes nothing.
 """
 
 import asyncio
-from collections.abc import Sequence
 from functools import partial
 
 from kvcache.ledger_row import Reason
 from kvcache.mapped_pool import MappedCells
 from protos.transfer_pb2 import (
-    CellRun,
     Chunk,
     ChunkAck,
     ChunkNack,
@@ -26,6 +24,7 @@ from protos.transfer_pb2 import (
 )
 from transport.arrivals import Arrivals, Early, abort_frame, name_of
 from transport.books import late
+from transport.cell_runs import layers_of, run_in, runs_in
 from transport.chunk_check import chunk_check
 from transport.clock import Clock
 from transport.config import TransportConfig
@@ -190,12 +189,14 @@ class PrefillFrames:
         rank, chunk = port.link.hello.prefill_rank, frame.chunk
         if self._is_damaged(landing, port, chunk, payload):
             return
-        run = _run_of(chunk, chunk.heads or landing.incoming.pairs[rank].heads)
+        heads = landing.incoming.pairs[rank].heads
         cells: memoryview | None = None
         catcher: Catcher | None = None
         if payload is None or isinstance(payload, memoryview):
             cells = payload
-        elif chunk.heads or (catcher := self._lander.catcher(landing, run, chunk, payload)) is None:
+        elif (
+            chunk.heads or (catcher := self._lander.catcher(landing, heads, chunk, payload)) is None
+        ):
             try:
                 frame, cells = await staged(frame, payload)
             except LinkClosed:
@@ -210,12 +211,13 @@ class PrefillFrames:
             return
         verdict = landing.incoming.offer(rank, chunk)
         if verdict is Verdict.TAKE:
+            runs = runs_in(chunk, heads)
             landing.book.arrived(rank, chunk)
             if catcher is not None:
-                job = self._lander.catch(landing, run, chunk, catcher)
+                job = self._lander.catch(landing, runs, chunk, catcher)
             else:
                 given = cells if not chunk.pool_blocks else _pointed_at(landing, port, chunk)
-                job = self._lander.land(landing, run, chunk.digests, given)
+                job = self._lander.land(landing, runs, chunk.digests, given)
             job.add_done_callback(partial(self._landed, landing, port, chunk))
             return
         port.room.release()
@@ -248,7 +250,8 @@ class PrefillFrames:
             landing.incoming.dropped(rank, chunk)
             self._arrivals.review(landing)
             return
-        num_cells = chunk.num_blocks * len(landing.incoming.pairs[rank].heads)
+        heads = landing.incoming.pairs[rank].heads
+        num_cells = len(layers_of(chunk)) * chunk.num_blocks * len(heads)
         self._note_damage(landing, port, num_cells, landed)
         landing.book.landed(rank, chunk, landed.bad)
         landing.incoming.landed(rank, chunk, landed.bad)
@@ -265,7 +268,7 @@ class PrefillFrames:
         self, landing: Landing, port: Port, chunk: Chunk, payload: memoryview | None
     ) -> None:
         rank = port.link.hello.prefill_rank
-        run = _run_of(chunk, chunk.heads)
+        run = run_in(chunk, chunk.heads, chunk.layer)
         job = self._mender.take(landing, rank, run, chunk.digests, payload)
         if job is None:
             port.room.release()
@@ -348,12 +351,3 @@ def _num_cells(landing: Landing, payload: Payload) -> int:
     layer = landing.incoming.shape.layers[0]
     num_bytes = payload.nbytes if payload is not None else 0
     return max(1, num_bytes // layer.block_bytes(1))
-
-
-def _run_of(chunk: Chunk, heads: Sequence[int]) -> CellRun:
-    return CellRun(
-        layer=chunk.layer,
-        first_block=chunk.first_block,
-        num_blocks=chunk.num_blocks,
-        heads=heads,
-    )

@@ -13,7 +13,7 @@ from enum import Enum
 import numpy as np
 
 from protos.transfer_pb2 import CellRun, Chunk, Open
-from transport.cell_runs import Cell, cells_of
+from transport.cell_runs import Cell, cells_of, layers_of
 from transport.orders import Code, FirstToken, TransferFailed
 from transport.repairs import Repairs
 from transport.shipment import RECEIVING, Receiving, Shape, moved
@@ -153,12 +153,9 @@ class Incoming:
         late = pair.num_chunks is not None and chunk.seq >= pair.num_chunks
         if self.over or not pair.opened or late:
             return Verdict.STRAY
-        first = chunk.first_block - self.first_block
-        last = first + chunk.num_blocks
-        _, num_blocks, _ = self._claimed_LBH.shape
-        if chunk.layer >= self.shape.num_layers or not 0 <= first < last <= num_blocks:
+        if not self._fits(chunk):
             return Verdict.BAD
-        cells = self._claimed_LBH[chunk.layer, first:last, pair.columns]
+        cells = self._claimed_LBH[self._places(pair, chunk)]
         if not cells.size or cells.any():
             return Verdict.BAD
         cells[...] = True
@@ -173,12 +170,12 @@ class Incoming:
         pair.busy.remove(chunk.seq)
         pair.landed.add(chunk.seq)
         pair.asked_again.discard(chunk.seq)
-        first = chunk.first_block - self.first_block
-        self._landed_LBH[chunk.layer, first : first + chunk.num_blocks, pair.columns] = True
+        places = self._places(pair, chunk)
+        self._landed_LBH[places] = True
         for cell, reason in bad.items():
             self._landed_LBH[self._place(rank, cell)] = False
             self.repairs.add(rank, [cell], reason)
-        self._num_missing -= chunk.num_blocks * len(pair.heads) - len(bad)
+        self._num_missing -= self._landed_LBH[places].size - len(bad)
         self.bytes_landed += chunk.payload_bytes
         self._advance()
 
@@ -188,8 +185,7 @@ class Incoming:
         """
         pair = self.pairs[rank]
         pair.busy.remove(chunk.seq)
-        first = chunk.first_block - self.first_block
-        self._claimed_LBH[chunk.layer, first : first + chunk.num_blocks, pair.columns] = False
+        self._claimed_LBH[self._places(pair, chunk)] = False
         if pair.gone:
             self.lose(rank, pair.gone)
 
@@ -324,6 +320,21 @@ class Incoming:
         """Each has all the pair's heads of one block in one layer at least."""
         num_layers, num_blocks, _ = self._claimed_LBH.shape
         return num_layers * num_blocks * bool(pair.heads)
+
+    def _fits(self, chunk: Chunk) -> bool:
+        """Whether it is of blocks that are to come, in layers that are, and are alike."""
+        layers, first = layers_of(chunk), chunk.first_block - self.first_block
+        num_layers, num_blocks, _ = self._claimed_LBH.shape
+        if layers.stop > num_layers or not 0 <= first < first + chunk.num_blocks <= num_blocks:
+            return False
+        cells = self.shape.layers[layers.start : layers.stop]
+        return len(cells) == 1 or len(set(cells)) == 1
+
+    def _places(self, pair: IncomingPair, chunk: Chunk) -> tuple[slice, slice, slice]:
+        """Of a chunk that fits, in the bitmaps."""
+        layers, first = layers_of(chunk), chunk.first_block - self.first_block
+        blocks = slice(first, first + chunk.num_blocks)
+        return slice(layers.start, layers.stop), blocks, pair.columns
 
     def _place(self, rank: int, cell: Cell) -> tuple[int, int, int]:
         """Of one cell in the bitmaps."""

@@ -17,7 +17,7 @@ from kvcache.mapped_pool import MappedCells
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import CellRun, Chunk, Frame
 from transport.books import ReceivingBook
-from transport.cell_runs import Cell, cells_of, runs_of
+from transport.cell_runs import Cell, cells_of, layers_of, runs_of
 from transport.chunk_check import place_of, seal_of
 from transport.incoming import Incoming
 from transport.link import Inlet, LinkClosed
@@ -69,7 +69,7 @@ class CatchingSink(CellSink, Protocol):
 
     def catcher(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         piece_blocks: int,
@@ -79,7 +79,7 @@ class CatchingSink(CellSink, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """What became of a run of cells: all good ones are in their blocks."""
+    """What became of some cells: all good ones are in their blocks."""
 
     written: bool = True  # else the transfer had been given up, or the chunk was
     damage: str = ""  # the first thing that was wrong, if anything was
@@ -126,10 +126,10 @@ class Lander:
         self._copiers = copiers
 
     def land(
-        self, landing: Landing, run: CellRun, digests: bytes, payload: Given
+        self, landing: Landing, runs: Sequence[CellRun], digests: bytes, payload: Given
     ) -> "asyncio.Future[Landed]":
         """`land` in a thread. The caller takes the job off `landing.jobs` when it is done."""
-        work = partial(land, self._sink, landing, run, digests, payload)
+        work = partial(land, self._sink, landing, runs, digests, payload)
         job = self._copiers.do(work)
         landing.jobs.add(job)
         return job
@@ -139,12 +139,12 @@ class Lander:
         return self._catching is not None and self._catching.streams(heads)
 
     def catcher(
-        self, landing: Landing, run: CellRun, chunk: Chunk, inlet: Inlet
+        self, landing: Landing, heads: Sequence[int], chunk: Chunk, inlet: Inlet
     ) -> "Catcher | None":
         """What lets a chunk land while it is read, for `catch`; None when it is to be staged."""
-        sink, shape, first = self._catching, landing.incoming.shape, run.first_block
-        last = first + run.num_blocks
-        if sink is None or run.layer >= shape.num_layers or not first < last <= shape.num_blocks:
+        sink, shape, layers = self._catching, landing.incoming.shape, layers_of(chunk)
+        first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
+        if sink is None or layers.stop > shape.num_layers or not first < last <= shape.num_blocks:
             return None
         if shape.parts > 1:
             sink = sink.cut(shape.block_size)
@@ -153,18 +153,18 @@ class Lander:
         if not count:
             whole = len(chunk.digests) // 8 * 8
             digests = digests_from_bytes(chunk.digests[:whole])
-            count = piece_blocks(inlet.nbytes // run.num_blocks, 0)
-        made = sink.catcher(run.layer, ids, run.heads, count, digests)
+            count = piece_blocks(inlet.nbytes // (len(layers) * len(ids)), 0)
+        made = sink.catcher(layers, ids, heads, count, digests)
         fits = made is not None and made.num_bytes == inlet.nbytes
         if made is None or not fits:
             return None
         return Catcher(made, inlet, place_of(landing.order.key, chunk))
 
     def catch(
-        self, landing: Landing, run: CellRun, chunk: Chunk, catcher: "Catcher"
+        self, landing: Landing, runs: Sequence[CellRun], chunk: Chunk, catcher: "Catcher"
     ) -> "asyncio.Future[Landed]":
         """As `land`, by the thread that reads the payload, while it does."""
-        job = catcher.inlet.take(partial(catch, landing, run, chunk, catcher))
+        job = catcher.inlet.take(partial(catch, landing, runs, chunk, catcher))
         landing.jobs.add(job)
         landing.inlets[job] = catcher.inlet
         return job
@@ -178,7 +178,7 @@ class Catcher(NamedTuple):
     place: bytes  # of its chunk
 
 
-def catch(landing: Landing, run: CellRun, chunk: Chunk, catcher: Catcher) -> Landed:
+def catch(landing: Landing, runs: Sequence[CellRun], chunk: Chunk, catcher: Catcher) -> Landed:
     """On the thread that reads: verify cells and write the good ones, as they come.
 
     A transfer that is given up is not written to any more after a few milliseconds, however slowly
@@ -204,18 +204,42 @@ def catch(landing: Landing, run: CellRun, chunk: Chunk, catcher: Catcher) -> Lan
         if cells.seal != seal_of(place, cells.digests):
             cells.forget()
             rows = np.arange(len(cells.digests))
-            return _landed(landing, run, rows, "its digests are not those that were sent")
+            return _landed(landing, runs, rows, "its digests are not those that were sent")
     cells.keep()
-    return _landed(landing, run, cells.bad_rows(), "")
+    return _landed(landing, runs, cells.bad_rows(), "")
 
 
-def land(sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload: Given) -> Landed:
-    """In a copying thread: verify the cells of a run, and scatter the good ones.
+def land(
+    sink: CellSink, landing: Landing, runs: Sequence[CellRun], digests: bytes, payload: Given
+) -> Landed:
+    """In a copying thread: verify the cells of these runs, of the same blocks and heads in layers
+    that are alike, and scatter the good ones.
 
     A transfer given up before is not written to, and an abort waits for this call to return.
     """
     if landing.incoming.failure is not None:
         return Landed(written=False)
+    given = [_share_of(landing, runs, i, digests, payload) for i in range(len(runs))]
+    landed = [_land(sink, landing, run, *own) for run, own in zip(runs, given, strict=True)]
+    damage = next((one.damage for one in landed if one.damage), "")
+    return Landed(damage=damage, bad={cell: why for one in landed for cell, why in one.bad.items()})
+
+
+def _share_of(
+    landing: Landing, runs: Sequence[CellRun], i: int, digests: bytes, payload: Given
+) -> tuple[bytes, Given]:
+    """Digests and cells of the `i`th run; the last has what is too much, or too little."""
+    run, layer = runs[i], landing.incoming.shape.layers[runs[i].layer]
+    num_rows, last = run.num_blocks * len(run.heads) * len(layer.planes), i == len(runs) - 1
+    proofs = digests[8 * num_rows * i : None if last else 8 * num_rows * (i + 1)]
+    if not isinstance(payload, memoryview):
+        return proofs, payload
+    num_bytes = num_rows * layer.cell_bytes
+    return proofs, payload[num_bytes * i : None if last else num_bytes * (i + 1)]
+
+
+def _land(sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload: Given) -> Landed:
+    """As `land`, of one run."""
     layer = landing.incoming.shape.layers[run.layer]
     num_rows = run.num_blocks * len(run.heads) * len(layer.planes)
     if isinstance(payload, MappedCells) and len(digests) != 8 * num_rows:
@@ -227,23 +251,26 @@ def land(sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload
         rows, size = _scatter_proved(sink, landing, run, payload, digests), ""
     else:
         rows, size = bad_rows(payload, digests, num_rows, layer.cell_bytes)
-    landed = _landed(landing, run, rows, size)
+    landed = _landed(landing, [run], rows, size)
     if size:
         _scatter(sink, landing, run, payload, landed.bad)
     return landed
 
 
-def _landed(landing: Landing, run: CellRun, rows: NDArray[np.intp], why: str) -> Landed:
-    """What becomes of a run of which these rows are not written: why all of them are not, if so."""
+def _landed(landing: Landing, runs: Sequence[CellRun], rows: NDArray[np.intp], why: str) -> Landed:
+    """What becomes of runs of which these rows are not written: why all of them are not, if so."""
     if not len(rows) and not why:
         return Landed()
+    run = runs[0]
     layer, bad = landing.incoming.shape.layers[run.layer], {}
     for row in reversed(rows.tolist()):  # of a cell's planes the first is named
         place, plane = divmod(row, len(layer.planes))
-        block, head = divmod(place, len(run.heads))
+        place, head = divmod(place, len(run.heads))
+        number, block = divmod(place, run.num_blocks)
+        run = runs[number]
         cell = Cell(run.layer, run.first_block + block, run.heads[head])
         bad[cell] = f"{cell}, plane {layer.planes[plane]}: {why or 'the digest does not match'}"
-    where = f"layer {run.layer}, block {run.first_block}"
+    where = f"layer {runs[0].layer}, block {runs[0].first_block}"
     damage = next(reversed(bad.values()), f"{where}: {why}" if why else "")
     return Landed(damage=damage, bad=bad)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvcache.mapped_pool import MappedPool
 from protos.transfer_pb2 import Frame, Hello, Welcome
 
-PROTOCOL = 5  # raised with every change that an older build would misread
+PROTOCOL = 6  # raised with every change that an older build would misread
 
 T = TypeVar("T")
 

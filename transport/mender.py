@@ -91,7 +91,7 @@ class Mender:
             return None
         num_bytes = payload.nbytes if payload is not None else 0
         landing.book.fetched(rank, cells)
-        job = self._lander.land(landing, run, digests, payload)
+        job = self._lander.land(landing, [run], digests, payload)
 
         def landed(done: asyncio.Future[Landed]) -> None:
             landing.jobs.remove(done)

@@ -1,19 +1,20 @@
 """What one prefill rank still owes to the decode ranks of one transfer: pure, no clock, no wire.
 
 Sealed runs of blocks wait as ids, not bytes, until credit allows the next chunk; runs of one layer
-that follow each other are joined meanwhile. A chunk stays in flight until it is acknowledged, and
-is cut and numbered once: sent again, it is the same chunk.
+that follow each other are joined meanwhile, and a chunk that is stored nowhere takes what waits of
+more layers, too. It stays in flight until it is acknowledged, and is cut and numbered once: sent
+again, it is the same chunk.
 """
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from transport.orders import Code, TransferFailed
 from transport.pulse import due_at
 from transport.shipment import SENDING, Sending, Shape, moved
 
-STREAMED_CHUNKS = 2  # as one, where it is stored nowhere: each costs both ends some Python
+STREAMED_CHUNKS = 4  # as one, where it is stored nowhere: each costs both ends some Python
 MAX_ASKS = 16  # for one chunk, repeated questions included
 MAX_CELLS_AGAIN = 1024  # parts that wait; who asked for more than that will ask again
 
@@ -65,6 +66,21 @@ class Part:
     seq: int
     run: Run
     heads: tuple[int, ...] = ()
+    num_layers: int = 1  # in which the same blocks go, from that of `run` on
+
+    @property
+    def layers(self) -> range:
+        return range(self.run.layer, self.run.layer + self.num_layers)
+
+    @property
+    def runs(self) -> list[Run]:
+        """One of each layer."""
+        return [replace(self.run, layer=layer) for layer in self.layers]
+
+    def num_bytes(self, shape: Shape, heads: Sequence[int]) -> int:
+        """Of its cells, which are of `heads`."""
+        block_bytes = shape.layers[self.run.layer].block_bytes(len(heads))
+        return self.num_layers * len(self.run.block_ids) * block_bytes
 
 
 @dataclass(slots=True)
@@ -82,6 +98,18 @@ class _Waiting:
     first_block: int
     block_ids: list[int]
     tail_tokens: int | None
+
+    def let_go(self, resident: int) -> None:
+        """Of blocks before that one."""
+        held = min(len(self.block_ids), max(0, resident - self.first_block))
+        if held:
+            self.take(held)
+
+    def continues(self, other: Run, layer: int) -> bool:
+        """Whether these are the blocks of `other`, all of them, in `layer`."""
+        same = (self.layer, self.first_block) == (layer, other.first_block)
+        tails = self.tail_tokens == other.tail_tokens
+        return same and tails and tuple(self.block_ids) == other.block_ids
 
     def take(self, count: int) -> Run:
         ids = tuple(self.block_ids[:count])
@@ -181,7 +209,10 @@ class OutgoingPair:
         num_bytes = count * block_bytes
         if self.unacked_bytes and self.unacked_bytes + num_bytes > self._window_bytes:
             return None
-        part = Part(self.num_chunks, waiting.take(count))
+        run = waiting.take(count)
+        num_layers = 1 + self._follow(run, num_bytes)
+        num_bytes *= num_layers
+        part = Part(self.num_chunks, run, num_layers=num_layers)
         self.num_chunks += 1
         self.unacked_bytes += num_bytes
         self.bytes_sent += num_bytes
@@ -263,14 +294,27 @@ class OutgoingPair:
         flight.sent_at, flight.leaving = None, False
         self._again.append(flight.part.seq)
 
+    def _follow(self, run: Run, num_bytes: int) -> int:
+        """Take the same blocks of the layers behind, too, as many of `num_bytes` each as wait and
+        fit into one chunk that is stored nowhere. Returns of how many.
+        """
+        layers, most, taken = self.shape.layers, self.chunk_bytes // num_bytes, 1
+        room = self._window_bytes - self.unacked_bytes
+        while self.streams and taken < most and (taken + 1) * num_bytes <= room:
+            layer = run.layer + taken
+            if not self._has_waiting() or not self._waiting[0].continues(run, layer):
+                break
+            if layers[layer] != layers[run.layer]:
+                break
+            self._waiting[0].take(len(run.block_ids))
+            taken += 1
+        return taken - 1
+
     def _has_waiting(self) -> bool:
         """Whether a block waits that decode lacks; runs that it holds already are let go."""
-        resident = self.first_block or 0
         while self._waiting:
             first = self._waiting[0]
-            held = min(len(first.block_ids), max(0, resident - first.first_block))
-            if held:
-                first.take(held)
+            first.let_go(self.first_block or 0)
             if first.block_ids:
                 return True
             self._waiting.popleft()

@@ -1,10 +1,10 @@
 """A chunk whose digests travel with its cells, piece by piece: where each lies.
 
-piece    the digests of `piece_blocks` blocks, u64 each, then their cells; the last one less
+piece    the digests of `piece_blocks` blocks, u64 each, then their cells; the last of a layer less
 seal     u64 after the last piece: `chunk_check` of the chunk with its digests, or 0, given up
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,7 +18,8 @@ GIVEN_UP = 0  # as a seal
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    num_blocks: int
+    num_layers: int
+    num_blocks: int  # of each
     piece_blocks: int
     block_bytes: int  # of cells
     proof_bytes: int  # of digests, for each block
@@ -27,16 +28,24 @@ class Pieces:
     def of(cls, chunk: Chunk, num_bytes: int) -> Self | None:
         """Of a chunk that takes `num_bytes` on the wire; None for one that makes no sense."""
         proof_bytes = num_bytes - SEAL_BYTES - chunk.payload_bytes
-        if chunk.piece_blocks < 1 or not 0 < chunk.num_blocks <= num_bytes or proof_bytes < 0:
+        num_layers = max(1, chunk.num_layers)
+        all_blocks = num_layers * chunk.num_blocks
+        if chunk.piece_blocks < 1 or not 0 < all_blocks <= num_bytes or proof_bytes < 0:
             return None
-        if proof_bytes % (8 * chunk.num_blocks) or chunk.payload_bytes % chunk.num_blocks:
+        if proof_bytes % (8 * all_blocks) or chunk.payload_bytes % all_blocks:
             return None
         return cls(
+            num_layers,
             chunk.num_blocks,
             min(chunk.piece_blocks, chunk.num_blocks),
-            chunk.payload_bytes // chunk.num_blocks,
-            proof_bytes // chunk.num_blocks,
+            chunk.payload_bytes // all_blocks,
+            proof_bytes // all_blocks,
         )
+
+    @property
+    def all_blocks(self) -> int:
+        """Of all layers."""
+        return self.num_layers * self.num_blocks
 
     @property
     def room_bytes(self) -> int:
@@ -45,16 +54,22 @@ class Pieces:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * (self.block_bytes + self.proof_bytes) + SEAL_BYTES
+        return self.all_blocks * (self.block_bytes + self.proof_bytes) + SEAL_BYTES
 
     def views(self, digests: memoryview, cells: memoryview) -> list[memoryview]:
         """Both as they follow each other on the wire, without the seal."""
         found = []
-        for first in range(0, self.num_blocks, self.piece_blocks):
-            last = min(first + self.piece_blocks, self.num_blocks)
+        for first, last in self._places():
             found.append(digests[first * self.proof_bytes : last * self.proof_bytes])
             found.append(cells[first * self.block_bytes : last * self.block_bytes])
         return found
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """Of each piece, the first of its blocks among those of all layers, and past its last."""
+        for layer in range(self.num_layers):
+            begin, end = layer * self.num_blocks, (layer + 1) * self.num_blocks
+            for first in range(begin, end, self.piece_blocks):
+                yield first, min(first + self.piece_blocks, end)
 
 
 def piece_blocks(block_bytes: int, num_digests: int) -> int:
@@ -71,8 +86,8 @@ async def staged(frame: Frame, inlet: Inlet) -> tuple[Frame, memoryview]:
         room = inlet.room(inlet.nbytes)
         await _stage(inlet, [room])
         return frame, room
-    cells = inlet.room(pieces.num_blocks * pieces.block_bytes)
-    digests = memoryview(bytearray(pieces.num_blocks * pieces.proof_bytes))
+    cells = inlet.room(pieces.all_blocks * pieces.block_bytes)
+    digests = memoryview(bytearray(pieces.all_blocks * pieces.proof_bytes))
     seal = memoryview(bytearray(SEAL_BYTES))
     await _stage(inlet, [*pieces.views(digests, cells), seal])
     whole = Frame()

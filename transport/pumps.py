@@ -140,8 +140,7 @@ class Pumps:
     async def _send(self, departure: Departure, rank: int, port: Port, part: Part) -> None:
         pair = departure.outgoing.pairs[rank]
         heads = part.heads or pair.heads
-        block_bytes = departure.shape.layers[part.run.layer].block_bytes(len(heads))
-        num_bytes = len(part.run.block_ids) * block_bytes
+        num_bytes = part.num_bytes(departure.shape, heads)
         if departure.began_at is None:
             departure.began_at = self._clock.now()
         what = (self._store, departure, rank, heads, part)

@@ -39,48 +39,57 @@ def push(case: Case, store: KvStore, table: Sequence[int], address: str) -> floa
     with socket.create_connection((case.host, int(address)), PATIENCE_S) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         began = time.perf_counter()
-        for layer, blocks in _chunks(case, table):
-            pourer = store.pourer(layer, blocks, HEADS, None, PIECE_BLOCKS)
+        for layers, blocks in _chunks(case, table):
+            pourer = store.pourer(layers, blocks, HEADS, None, PIECE_BLOCKS)
             assert pourer is not None, "a store that cannot pour"
             room = np.empty(pourer.room_bytes, np.uint8)
             gone = pourer.pour(sock.fileno(), b"", room, SEAL if pourer.known else None)
-            for view in _rest(store, layer, blocks, pourer, gone):
+            for view in _rest(store, layers, blocks, pourer, gone):
                 sock.sendall(view)
         sock.recv(1)
         return time.perf_counter() - began
 
 
 def _rest(
-    store: KvStore, layer: int, blocks: Sequence[int], pourer: CellPourer, gone: int
+    store: KvStore, layers: range, blocks: Sequence[int], pourer: CellPourer, gone: int
 ) -> list[memoryview]:
     """What follows the `gone` bytes of a chunk: its seal, and what decode took too slowly."""
     seal = memoryview(SEAL.to_bytes(SEAL_BYTES, "little"))
     if gone >= pourer.num_bytes:
         return [seal[gone - pourer.num_bytes :]]
-    cells = store.gather_cells(layer, blocks, HEADS, digests=pourer.digests)
-    num_cells = len(cells) // len(blocks)
-    pieces = Pieces(len(blocks), PIECE_BLOCKS, BLOCK_BYTES, 8 * num_cells)
-    views = pieces.views(pourer.digests.view(np.uint8).data, cells.reshape(-1).data)
+    digests = pourer.digests.reshape(len(layers), -1)
+    gathered = [
+        store.gather_cells(layer, blocks, HEADS, digests=own)
+        for layer, own in zip(layers, digests, strict=True)
+    ]
+    proof_bytes = digests.nbytes // (len(layers) * len(blocks))
+    pieces = Pieces(len(layers), len(blocks), PIECE_BLOCKS, BLOCK_BYTES, proof_bytes)
+    views = pieces.views(
+        digests.view(np.uint8).reshape(-1).data, np.concatenate(gathered).reshape(-1).data
+    )
     return without([*views, seal], gone)
 
 
 def take(case: Case, store: KvStore, table: Sequence[int], listener: socket.socket) -> None:
     """Raises ValueError for cells that are not what their digests say."""
     with listener, listener.accept()[0] as sock:
-        for layer, blocks in _chunks(case, table):
-            catcher = store.catcher(layer, blocks, HEADS, PIECE_BLOCKS)
+        for layers, blocks in _chunks(case, table):
+            catcher = store.catcher(layers, blocks, HEADS, PIECE_BLOCKS)
             assert catcher is not None, "a store that cannot catch"
             room = np.empty(catcher.room_bytes, np.uint8)
             while not catcher.turn(sock.fileno(), room):
                 pass
             if len(bad := catcher.bad_rows()):
-                raise ValueError(f"{len(bad)} cells of layer {layer} came damaged")
+                raise ValueError(f"{len(bad)} cells of layers {list(layers)} came damaged")
             catcher.keep()
         sock.send(b"!")
 
 
-def _chunks(case: Case, table: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-    count = max(1, case.message_bytes // BLOCK_BYTES)
-    for layer in range(NUM_LAYERS):
-        for first in range(0, len(table), count):
-            yield layer, table[first : first + count]
+def _chunks(case: Case, table: Sequence[int]) -> Iterator[tuple[range, Sequence[int]]]:
+    """As a transfer has them: of some layers, or of a part of one."""
+    count = case.message_bytes // BLOCK_BYTES
+    num_layers, num_blocks = max(1, count // len(table)), min(count, len(table))
+    for layer in range(0, NUM_LAYERS, num_layers):
+        layers = range(layer, min(layer + num_layers, NUM_LAYERS))
+        for first in range(0, len(table), num_blocks):
+            yield layers, table[first : first + num_blocks]

@@ -38,10 +38,16 @@ class Case:
 
     @property
     def message_bytes(self) -> int:
-        """Of one message: a chunk, or what a pair of ranks has of a layer if that is less."""
+        """Of one message: a chunk, or what a pair of ranks has of a layer if that is less; over
+        tcp, of as many layers as a chunk takes and all are a multiple of.
+        """
         layer_bytes = self.num_blocks * BLOCK_BYTES // max(self.prefill_tp, self.decode_tp)
-        chunk_bytes = self.chunk_bytes * (STREAMED_CHUNKS if self.wire == "tcp" else 1)
-        return min(chunk_bytes, layer_bytes)
+        if self.wire != "tcp":
+            return min(self.chunk_bytes, layer_bytes)
+        chunk_bytes = STREAMED_CHUNKS * self.chunk_bytes
+        whole = (n for n in range(NUM_LAYERS, 0, -1) if NUM_LAYERS % n == 0)
+        num_layers = next((n for n in whole if n * layer_bytes <= chunk_bytes), 1)
+        return min(chunk_bytes, num_layers * layer_bytes)
 
     @property
     def in_flight(self) -> int:

@@ -31,9 +31,13 @@ def gathered(store: KvStore | PoolCells, ids: list[int]) -> tuple[np.ndarray, np
 
 
 def catcher_of(
-    store: KvStore | PoolCells, ids: list[int], count: int, digests: np.ndarray | None = None
+    store: KvStore | PoolCells,
+    ids: list[int],
+    count: int,
+    digests: np.ndarray | None = None,
+    layers: range = range(1, 2),
 ) -> CellCatcher:
-    made = store.catcher(1, ids, HEADS, count, digests)
+    made = store.catcher(layers, ids, HEADS, count, digests)
     assert made is not None
     return made
 
@@ -74,6 +78,43 @@ def test_what_is_caught_is_what_would_be_scattered_and_bad_cells_are_not_written
     assert (catcher.digests == digests).all()
     assert catcher.seal == (SEAL if led else 0)
     assert (one.layer(1) == other.layer(1)).all()
+
+
+@pytest.mark.parametrize("led", [True, False], ids=["digests come", "digests are here"])
+@pytest.mark.parametrize("count", [1, 4, 100])
+def test_several_layers_are_caught_one_after_the_other_and_kept_each(
+    count: int, led: bool, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    source, store = random_store(), random_store()
+    raw, all_digests = b"", []
+    for layer in range(3):
+        digests = np.zeros(len(IDS) * len(HEADS) * 2, np.uint64)
+        cells = source.gather_cells(layer, IDS, HEADS, digests=digests)
+        if layer == 2:
+            cells[7, 3] ^= 1
+        raw += pieces_of(cells, digests, len(IDS), count) if led else cells.tobytes()
+        all_digests.append(digests)
+    proofs = np.concatenate(all_digests)
+    before = store.layer(2)[TARGET].clone()
+    catcher = catcher_of(store, TARGET, count, None if led else proofs, range(3))
+    raw = with_seal(raw) if led else raw
+    assert catcher.num_bytes == len(raw)
+    caught(pair, catcher, raw)
+    catcher.keep()
+    assert catcher.bad_rows().tolist() == [2 * len(all_digests[0]) + 7]
+    assert (catcher.digests == proofs).all()
+    for layer in range(3):
+        whole = [i for i in range(len(IDS)) if layer < 2 or i != 7 // (len(HEADS) * 2)]
+        ids, target = [IDS[i] for i in whole], [TARGET[i] for i in whole]
+        here = store.gather_cells(layer, target, HEADS)
+        assert (here == source.gather_cells(layer, ids, HEADS)).all()
+        assert store.known_digests(layer, target, HEADS) is not None
+        assert (store.known_digests(layer, TARGET, HEADS) is None) == (layer == 2)
+    head, plane = divmod(7 % (len(HEADS) * 2), 2)
+    block = 7 // (len(HEADS) * 2)
+    assert (
+        store.layer(2)[TARGET[block], plane, HEADS[head]] == before[block, plane, HEADS[head]]
+    ).all()
 
 
 def test_parts_of_blocks_are_caught_alike(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -137,8 +178,8 @@ def test_an_end_in_the_middle_is_an_error(pair: tuple[socket.socket, socket.sock
 
 def test_heads_that_are_not_one_run_are_not_caught() -> None:
     store = random_store()
-    assert store.catcher(1, TARGET, [0, 2], 4) is None
-    assert store.catcher(1, TARGET, HEADS, 4, np.zeros(3, np.uint64)) is None
+    assert store.catcher(range(1, 2), TARGET, [0, 2], 4) is None
+    assert store.catcher(range(1, 2), TARGET, HEADS, 4, np.zeros(3, np.uint64)) is None
 
 
 def test_over_tcp_what_comes_in_little_is_taken_and_the_socket_is_left_as_it_was() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvcache.cell_places import CellPlaces
 from kvcache.head_map import HeadInterval
 from kvcache.kept_digests import BlockRotten
 from kvcache.kv_store import KvStore
@@ -16,7 +17,7 @@ from kvcache.layout import KvLayout
 from kvcache.pool_cells import PoolCells
 from kvcache.spec import CacheSpec
 
-SPEC = CacheSpec.full(num_layers=2, num_kv_heads=4, head_dim=32, block_size=16, dtype="float32")
+SPEC = CacheSpec.full(num_layers=3, num_kv_heads=4, head_dim=32, block_size=16, dtype="float32")
 PIECE_BYTES = 4 * 2 * (8 + 16 * 32 * 4)  # of one block of one layer, all heads, with its digests
 IDS = [7, 3, 21, 0, 12, 13]
 HEAD, SEAL = b"what comes before", 0x0102_0304_0506_0708
@@ -24,7 +25,7 @@ HEAD, SEAL = b"what comes before", 0x0102_0304_0506_0708
 
 def random_store(layout: KvLayout = KvLayout.HEAD_MAJOR, num_blocks: int = 24) -> KvStore:
     store = KvStore(SPEC, HeadInterval(0, 4), num_blocks, layout=layout)
-    for layer in range(2):
+    for layer in range(SPEC.num_layers):
         values = store.layer(layer)
         values.copy_(values.new_empty(values.shape).normal_())
     return store
@@ -44,6 +45,7 @@ def poured(
     heads: list[int],
     tail: int | None,
     piece_blocks: int,
+    layers: range = range(1, 2),
 ) -> tuple[bytes, np.ndarray]:
     """What came out at the other end, and the digests, made on the way or known before."""
     ours, theirs = pair
@@ -55,7 +57,7 @@ def poured(
 
     reader = threading.Thread(target=read)
     reader.start()
-    pourer = store.pourer(1, ids, heads, tail, piece_blocks)
+    pourer = store.pourer(layers, ids, heads, tail, piece_blocks)
     assert pourer is not None
     room = np.zeros(pourer.room_bytes, np.uint8)
     try:
@@ -90,9 +92,11 @@ def pieces_of(cells: np.ndarray, digests: np.ndarray, num_blocks: int, piece_blo
 @pytest.mark.parametrize("heads", [[0, 1, 2, 3], [1, 2], [3]], ids=str)
 @pytest.mark.parametrize("tail", [None, 1, 15])
 @pytest.mark.parametrize("piece_blocks", [1, 4, 100])
+@pytest.mark.parametrize("layers", [range(1, 2), range(3)], ids=["a layer", "three"])
 @pytest.mark.parametrize("known", [False, True], ids=["fresh", "known"])
 def test_what_is_poured_is_what_is_gathered(
     known: bool,
+    layers: range,
     layout: KvLayout,
     heads: list[int],
     tail: int | None,
@@ -100,14 +104,38 @@ def test_what_is_poured_is_what_is_gathered(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     store = random_store(layout)
-    want_digests = np.zeros(len(IDS) * len(heads) * 2, np.uint64)
-    want = store.gather_cells(1, IDS, heads, tail, digests=want_digests)
+    want_digests, want = np.zeros((len(layers), len(IDS) * len(heads) * 2), np.uint64), b""
+    for layer, own in zip(layers, want_digests, strict=True):
+        cells = store.gather_cells(layer, IDS, heads, tail, digests=own)
+        want += pieces_of(cells, own, len(IDS), piece_blocks)
     if not known:
         store.kept.forget_all()
     assert (store.known_digests(1, IDS, heads, tail) is not None) == known
-    got, digests = poured(store, pair, IDS, heads, tail, piece_blocks)
-    assert got == pieces_of(want, want_digests, len(IDS), piece_blocks)
-    assert (digests == want_digests).all()
+    got, digests = poured(store, pair, IDS, heads, tail, piece_blocks, layers)
+    assert got == want
+    assert (digests == want_digests.reshape(-1)).all()
+    for layer in layers:  # they are kept, made on the way or not
+        assert store.known_digests(layer, IDS, heads, tail) is not None
+
+
+def test_of_several_layers_all_are_looked_at_if_one_is_not_known(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    store = random_store()
+    assert store.recheck(IDS) == []
+    store.kept.forget_cells(2, [IDS[-1]], [3])
+    store.layer(1)[21, 0, 2, 1, 1] += 1.0
+    with pytest.raises(BlockRotten, match=r"\[21\] have changed in layer 1"):
+        poured(store, pair, IDS, [0, 1, 2, 3], None, 2, range(3))
+
+
+def test_layers_that_are_not_alike_are_not_poured_together() -> None:
+    store, other = random_store(), random_store(KvLayout.PLANE_MAJOR)
+    layers = {0: store.layer(0), 1: store.layer(1), 2: other.layer(2)}
+    places = CellPlaces(SPEC, HeadInterval(0, 4), layers, 24)
+    assert places.head_run(range(2), [0, 1]) is not None
+    assert places.head_run(range(3), [0, 1]) is None
+    assert places.head_run(range(2, 4), [0, 1]) is None
 
 
 def test_parts_of_blocks_are_poured_alike(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -121,7 +149,7 @@ def test_parts_of_blocks_are_poured_alike(pair: tuple[socket.socket, socket.sock
 
 def test_heads_that_are_no_run_cannot_be_poured() -> None:
     store = random_store()
-    assert store.pourer(1, IDS, [0, 2], None, 6) is None
+    assert store.pourer(range(1, 2), IDS, [0, 2], None, 6) is None
     assert [store.streams(heads) for heads in ([], [0, 2], [1, 2])] == [False, False, True]
 
 
@@ -130,7 +158,7 @@ def test_a_reader_who_does_not_read_holds_the_blocks_for_some_milliseconds_only(
 ) -> None:
     store = random_store(num_blocks=512)
     ids = list(range(512))
-    pourer = store.pourer(0, ids, [0, 1, 2, 3], None, 4)
+    pourer = store.pourer(range(1), ids, [0, 1, 2, 3], None, 4)
     assert pourer is not None
     pourer.proved = False
     began = time.monotonic()
@@ -177,7 +205,7 @@ def test_a_reader_who_does_not_read_is_not_waited_for_where_digests_are_known(
     store = random_store(num_blocks=512)
     ids = list(range(512))
     assert store.recheck(ids) == []
-    pourer = store.pourer(0, ids, [0, 1, 2, 3], None, 4)
+    pourer = store.pourer(range(1), ids, [0, 1, 2, 3], None, 4)
     assert pourer is not None and pourer.known
     began = time.monotonic()
     gone = pourer.pour(pair[0].fileno(), HEAD, np.zeros(pourer.room_bytes, np.uint8), SEAL)
@@ -206,7 +234,7 @@ def test_a_socket_that_the_other_end_closed_is_an_error(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     pair[1].close()
-    pourer = random_store().pourer(0, IDS, [0], None, 1)
+    pourer = random_store().pourer(range(1), IDS, [0], None, 1)
     assert pourer is not None
     with pytest.raises(BrokenPipeError):
         pourer.pour(pair[0].fileno(), HEAD, np.zeros(pourer.room_bytes, np.uint8))

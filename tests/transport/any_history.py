@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from kvcache.head_map import HeadMap
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import CellRun, Chunk, Open
-from transport.cell_runs import Cell, cells_of, runs_of
+from transport.cell_runs import Cell, cells_of, runs_in, runs_of
 from transport.incoming import Incoming, Remedy, Verdict
 from transport.orders import Code, TransferFailed
 from transport.outgoing import Outgoing, OutgoingPair, Run
@@ -74,6 +74,7 @@ class AnyHistory(RuleBasedStateMachine):
         num_tokens=st.integers(1, 18),
         resident=st.integers(0, 5),
         chunk_blocks=st.integers(1, 3),
+        streams=st.booleans(),
         faulty=st.booleans(),
     )
     def begin(
@@ -83,6 +84,7 @@ class AnyHistory(RuleBasedStateMachine):
         num_tokens: int,
         resident: int,
         chunk_blocks: int,
+        streams: bool,
         faulty: bool,
     ) -> None:
         self.faulty = faulty  # whether an end may give up; else the transfer must succeed
@@ -99,7 +101,7 @@ class AnyHistory(RuleBasedStateMachine):
             Outgoing(
                 {
                     plan.decode_rank: OutgoingPair(
-                        plan.heads, self.shape, chunk_blocks * BLOCK_BYTES
+                        plan.heads, self.shape, chunk_blocks * BLOCK_BYTES, streams
                     )
                     for plan in plans
                     if plan.prefill_rank == rank
@@ -169,6 +171,7 @@ class AnyHistory(RuleBasedStateMachine):
             chunk = Chunk(
                 seq=part.seq,
                 layer=part.run.layer,
+                num_layers=part.num_layers,
                 first_block=part.run.first_block,
                 num_blocks=len(part.run.block_ids),
             )
@@ -257,13 +260,8 @@ class AnyHistory(RuleBasedStateMachine):
         elif incoming.failure is not None:
             incoming.dropped(prefill, chunk)
         else:
-            run = CellRun(
-                layer=chunk.layer,
-                first_block=chunk.first_block,
-                num_blocks=chunk.num_blocks,
-                heads=self.heads(pair),
-            )
-            bad = self.write(decode, list(cells_of(run)), damaged)
+            runs = runs_in(chunk, self.heads(pair))
+            bad = self.write(decode, [cell for run in runs for cell in cells_of(run)], damaged)
             incoming.landed(prefill, chunk, bad)
             way.up.append(("ack", chunk.seq))
         self.settle(decode)
@@ -516,6 +514,7 @@ def seeded_history(seed: int, num_events: int = 120) -> None:
         num_tokens=random.randint(1, 18),
         resident=random.choice([0, 0, 1, 3, 5]),
         chunk_blocks=random.randint(1, 3),
+        streams=random.random() < 0.5,
         faulty=random.random() < 0.5,
     )
     history.happen(seed=random.getrandbits(32), count=num_events)

@@ -32,16 +32,19 @@ def spec_of(num_kv_heads: int, ratio: int) -> CacheSpec:
 def chunks(
     source: Maps, target: Maps, shape: Shape, first_block: int, table: tuple[int, ...]
 ) -> Iterator[tuple[int, int, OutgoingPair, Run]]:
-    """All that every prefill rank sends: (prefill rank, decode rank, pair, run)."""
+    """All that every prefill rank sends: (prefill rank, decode rank, pair, run). To every second
+    decode rank several layers go as one chunk.
+    """
     tail = NUM_TOKENS % (shape.block_size * shape.parts) or None
     for plan in pair_plans(source, target):
-        pair = OutgoingPair(plan.heads, shape, chunk_bytes=500)
+        pair = OutgoingPair(plan.heads, shape, chunk_bytes=500, streams=plan.decode_rank % 2 == 0)
         pair.grant(first_block, window_bytes=1 << 30)
         for layer in range(LAYERS):
             pair.seal(cut(Run(layer, 0, table[:1]), shape))
             pair.seal(cut(Run(layer, 1, table[1:], tail), shape))
         while (part := pair.take()) is not None:
-            yield plan.prefill_rank, plan.decode_rank, pair, part.run
+            for run in part.runs:
+                yield plan.prefill_rank, plan.decode_rank, pair, run
 
 
 @pytest.mark.parametrize(("num_query_heads", "num_kv_heads"), GEOMETRIES)

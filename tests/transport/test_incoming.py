@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from kvcache.spec import CacheSpec
@@ -23,9 +25,14 @@ def open_for(rank: int, num_tokens: int = 10) -> Open:
     return Open(num_tokens=num_tokens, num_layers=2, heads=HEADS[rank])
 
 
-def chunk(seq: int, layer: int, first_block: int, num_blocks: int) -> Chunk:
+def chunk(seq: int, layer: int, first_block: int, num_blocks: int, num_layers: int = 0) -> Chunk:
     return Chunk(
-        seq=seq, layer=layer, first_block=first_block, num_blocks=num_blocks, payload_bytes=100
+        seq=seq,
+        layer=layer,
+        num_layers=num_layers,
+        first_block=first_block,
+        num_blocks=num_blocks,
+        payload_bytes=100,
     )
 
 
@@ -82,14 +89,46 @@ def test_a_chunk_that_comes_twice_is_written_once() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [chunk(5, 2, 0, 1), chunk(5, 0, 2, 2), chunk(5, 0, 3, 1), chunk(5, 0, 1, 0), chunk(5, 0, 1, 1)],
-    ids=["layer", "past the end", "after the end", "empty", "taken"],
+    [
+        chunk(5, 2, 0, 1),
+        chunk(5, 0, 2, 2),
+        chunk(5, 0, 3, 1),
+        chunk(5, 0, 1, 0),
+        chunk(5, 0, 1, 1),
+        chunk(5, 0, 0, 1, 3),
+        chunk(5, 1, 0, 1, 2**32 - 1),
+        chunk(5, 0, 1, 1, 2),
+    ],
+    ids=["layer", "past the end", "after the end", "empty", "taken", "layers", "endless", "half"],
 )
 def test_cells_that_are_not_to_come_are_not_taken(bad: Chunk) -> None:
     incoming = make_incoming()
     take(incoming, 0, chunk(0, 0, 1, 1))
     assert incoming.offer(0, bad) is Verdict.BAD
     incoming.check()
+
+
+def test_a_chunk_of_several_layers_has_the_same_blocks_of_each() -> None:
+    incoming = make_incoming()
+    both = chunk(0, 0, 0, 3, 2)
+    assert incoming.offer(0, both) is Verdict.TAKE
+    assert incoming.offer(0, chunk(1, 1, 2, 1)) is Verdict.BAD
+    incoming.dropped(0, both)
+    assert incoming.offer(0, both) is Verdict.TAKE
+    incoming.landed(0, both, {Cell(1, 2, 0): "the digest does not match"})
+    incoming.check()
+    assert len(incoming.repairs) == 1
+    assert incoming.num_whole_blocks == 0
+    take(incoming, 1, chunk(0, 0, 0, 3, 2))
+    assert incoming.num_whole_blocks == 2
+
+
+def test_layers_that_are_not_alike_are_not_taken_as_one_chunk() -> None:
+    incoming = make_incoming()
+    layer, _ = incoming.shape.layers
+    incoming.shape = replace(incoming.shape, layers=(layer, replace(layer, cell_bytes=7)))
+    assert incoming.offer(0, chunk(0, 0, 0, 3, 2)) is Verdict.BAD
+    assert incoming.offer(0, chunk(0, 0, 0, 3, 1)) is Verdict.TAKE
 
 
 def test_resident_blocks_are_not_taken() -> None:

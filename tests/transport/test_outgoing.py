@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from kvcache.spec import CacheSpec
@@ -5,7 +7,7 @@ from transport.orders import Code, TransferFailed
 from transport.outgoing import MAX_ASKS, Outgoing, OutgoingPair, Part, Run
 from transport.shipment import Shape
 
-SPEC = CacheSpec.full(num_layers=2, num_kv_heads=2, head_dim=2, block_size=4, dtype="float32")
+SPEC = CacheSpec.full(num_layers=3, num_kv_heads=2, head_dim=2, block_size=4, dtype="float32")
 BLOCK_BYTES = 128  # of two heads: 2 heads x 2 planes x 4 tokens x 2 values x 4 bytes
 
 
@@ -84,10 +86,11 @@ def test_a_window_smaller_than_a_chunk_still_lets_one_through() -> None:
     assert [part.seq for part in take_all(pair)] == [1]
 
 
-def test_chunks_that_are_stored_nowhere_are_twice_as_large() -> None:
+def test_chunks_that_are_stored_nowhere_are_four_times_as_large() -> None:
     """Where prefill streams them, and decode has room for four of them on their way."""
     for streams, window, want in (
-        (True, 40 * BLOCK_BYTES, [6, 6, 1]),
+        (True, 60 * BLOCK_BYTES, [12, 1]),
+        (True, 40 * BLOCK_BYTES, [10, 3]),
         (True, 16 * BLOCK_BYTES, [4, 4, 4, 1]),
         (True, 11 * BLOCK_BYTES, [3, 3, 3]),  # as many as the window takes
         (False, 40 * BLOCK_BYTES, [3, 3, 3, 3, 1]),
@@ -97,6 +100,70 @@ def test_chunks_that_are_stored_nowhere_are_twice_as_large() -> None:
         pair.seal(Run(0, 0, tuple(range(13))))
         pair.grant(0, window)
         assert [len(part.run.block_ids) for part in take_all(pair)] == want
+
+
+def layers_of(pair: OutgoingPair) -> list[tuple[range, int, int]]:
+    """Of each chunk its layers, first block and number of blocks."""
+    return [(part.layers, part.run.first_block, len(part.run.block_ids)) for part in take_all(pair)]
+
+
+def test_what_streams_takes_the_same_blocks_of_several_layers_as_one_chunk() -> None:
+    pair = make_pair(chunk_bytes=4 * BLOCK_BYTES)
+    pair.streams = True
+    pair.grant(1, 1 << 20)
+    for layer in (0, 1, 2):
+        pair.seal(Run(layer, 0, (5, 6)))
+        pair.seal(Run(layer, 2, (7,), 2))
+    pair.chunk_bytes = 4 * BLOCK_BYTES
+    first, second = take_all(pair)
+    assert (first.seq, first.run, first.num_layers) == (0, Run(0, 1, (6, 7), 2), 2)
+    assert first.runs == [Run(0, 1, (6, 7), 2), Run(1, 1, (6, 7), 2)]
+    assert (second.seq, second.run, second.num_layers) == (1, Run(2, 1, (6, 7), 2), 1)
+    assert first.num_bytes(pair.shape, pair.heads) == 4 * BLOCK_BYTES
+    assert pair.unacked_bytes == pair.bytes_sent == 6 * BLOCK_BYTES
+    pair.sent(0, 0.0)
+    assert pair.nacked(0) is True
+    assert pair.take() == first
+
+
+def test_layers_go_together_only_where_their_blocks_are_the_same_and_all_wait() -> None:
+    for runs, want in (
+        ([Run(0, 0, (5, 6)), Run(1, 0, (5, 6))], [(range(2), 0, 2)]),
+        ([Run(0, 0, (5, 6)), Run(1, 0, (5, 7))], [(range(1), 0, 2), (range(1, 2), 0, 2)]),
+        ([Run(0, 0, (5, 6)), Run(2, 0, (5, 6))], [(range(1), 0, 2), (range(2, 3), 0, 2)]),
+        ([Run(0, 0, (5, 6)), Run(1, 0, (5,))], [(range(1), 0, 2), (range(1, 2), 0, 1)]),
+        ([Run(0, 0, (5, 6)), Run(1, 0, (5, 6), 1)], [(range(1), 0, 2), (range(1, 2), 0, 2)]),
+        ([Run(1, 0, (5,)), Run(0, 0, (5,))], [(range(1, 2), 0, 1), (range(1), 0, 1)]),
+    ):
+        pair = make_pair()
+        pair.streams = True
+        pair.grant(0, 1 << 20)
+        for run in runs:
+            pair.seal(run)
+        assert layers_of(pair) == want
+
+
+def test_layers_go_together_as_far_as_the_window_allows() -> None:
+    pair = make_pair()
+    pair.streams = True
+    pair.grant(0, 5 * BLOCK_BYTES)
+    for layer in (0, 1, 2):
+        pair.seal(Run(layer, 0, (5, 6)))
+    pair.chunk_bytes = 100 * BLOCK_BYTES
+    assert layers_of(pair) == [(range(2), 0, 2)]
+    pair.acked(0)
+    assert layers_of(pair) == [(range(2, 3), 0, 2)]
+
+
+def test_layers_whose_cells_differ_in_size_do_not_go_together() -> None:
+    pair = make_pair()
+    pair.streams = True
+    layers = (pair.shape.layers[0], replace(pair.shape.layers[0], cell_bytes=7))
+    pair.shape = replace(pair.shape, layers=layers)
+    pair.grant(0, 1 << 20)
+    for layer in (0, 1):
+        pair.seal(Run(layer, 0, (5,)))
+    assert layers_of(pair) == [(range(1), 0, 1), (range(1, 2), 0, 1)]
 
 
 def test_an_acknowledgement_counts_once() -> None:

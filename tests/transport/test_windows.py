@@ -13,7 +13,7 @@ from tests.transport.broken import SOURCE, TARGET
 from tests.transport.harness import POOL, QUICK, WIRES, cluster, network
 from transport.config import TransportConfig
 from transport.from_prefill import PASSING_WINDOWS
-from transport.outgoing import OutgoingPair
+from transport.outgoing import STREAMED_CHUNKS, OutgoingPair
 
 
 @pytest.mark.parametrize("wire", ["tcp", POOL])
@@ -41,7 +41,11 @@ async def test_an_acknowledgement_is_there_before_prefill_sends_its_chunk_again(
 
 @pytest.mark.parametrize(
     ("wire", "stages", "windows", "chunks"),
-    [("tcp", False, PASSING_WINDOWS, 2), ("tcp", True, 1, 1), (POOL, False, PASSING_WINDOWS, 1)]
+    [
+        ("tcp", False, PASSING_WINDOWS, STREAMED_CHUNKS),
+        ("tcp", True, 1, 1),
+        (POOL, False, PASSING_WINDOWS, 1),
+    ]
     + [(wire, False, 1, 1) for wire in WIRES if wire != "tcp"],
 )
 async def test_more_may_be_on_its_way_only_where_decode_stores_none_of_it(
