@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from transport.pieces import GIVEN_UP, within
 from transport.socket_outlet import SocketOutlet
 from transport.threads import Threads
 
+LONG_BYTES = 4 << 20  # what is shorter, the system may take into its buffers at once
 WRITE_BYTES = 1 << 20  # waited for at once: of a slow link it is to be seen that something leaves
 
 
@@ -49,6 +51,7 @@ class FrameSocket:
         self._piece = np.empty(0, dtype=np.uint8)
         self._open = True
         self.num_bytes_written = 0  # by the thread
+        self.pace = 0.0  # bytes/s at which the last long payload was poured
 
     @property
     def num_bytes_read(self) -> int:
@@ -171,6 +174,7 @@ class FrameSocket:
         if not writable.poll(0):
             self._writer.tell()
             writable.poll()  # here, where no block is held, and not in `begin`
+        began = time.monotonic()
         try:
             seal = pour(outlet)
         except OSError as error:  # nobody knows how much has left: nothing may follow it
@@ -180,6 +184,8 @@ class FrameSocket:
             outlet.end(GIVEN_UP)
             raise
         outlet.end(GIVEN_UP if seal is None else seal)
+        if outlet.num_bytes >= LONG_BYTES:
+            self.pace = outlet.num_bytes / max(1e-6, time.monotonic() - began)
 
     def tell(self) -> None:
         """Only within `pour`, when it is about to begin: the loop hears what has left before."""

@@ -133,6 +133,10 @@ class Pourer(Protocol):
     def num_bytes_written(self) -> int:
         """Of payloads that wait for the other end to read, so far, whole or not."""
 
+    @property
+    def pace(self) -> float:
+        """In bytes/s, at which the last long one left; 0 before it."""
+
 
 class Inlet(Protocol):
     """Where one payload comes out of a socket that is nobody else's until it is read.

@@ -6,6 +6,7 @@ more layers, too. It stays in flight until it is acknowledged, and is cut and nu
 again, it is the same chunk.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from transport.pulse import due_at
 from transport.shipment import SENDING, Sending, Shape, moved
 
 STREAMED_CHUNKS = 4  # as one, where it is stored nowhere: each costs both ends some Python
+STREAMED_S = 0.02  # for which such a chunk may hold the wire: other prompts wait behind it
 MAX_ASKS = 16  # for one chunk, repeated questions included
 MAX_CELLS_AGAIN = 1024  # parts that wait; who asked for more than that will ask again
 
@@ -127,6 +129,7 @@ class OutgoingPair:
     shape: Shape
     chunk_bytes: int
     streams: bool = False  # a chunk goes out from where it lies, and is stored nowhere here
+    most_bytes: int = 0  # of a chunk that is stored nowhere, over a fast wire; once credit is given
     heard_at: float = 0.0
     flowed_at: float = 0.0  # when decode was last known to receive something over the link
     first_block: int | None = None  # once credit is given
@@ -170,9 +173,8 @@ class OutgoingPair:
         if self.first_block is not None:
             return False
         self.first_block, self._window_bytes = first_block, window_bytes
-        if self.streams:  # and does there, where so much may be on its way
-            most = min(window_bytes // 4, STREAMED_CHUNKS * self.chunk_bytes)
-            self.chunk_bytes = max(self.chunk_bytes, most)
+        if self.streams:  # and is stored nowhere there, where so much may be on its way
+            self.most_bytes = min(window_bytes // 4, STREAMED_CHUNKS * self.chunk_bytes)
         return True
 
     def seal(self, run: Run) -> None:
@@ -192,8 +194,9 @@ class OutgoingPair:
         self._waiting.append(waiting)
         self._last_of[run.layer] = waiting
 
-    def take(self) -> Part | None:
-        """The next chunk that credit allows, now in flight; None when there is none.
+    def take(self, pace: float = math.inf) -> Part | None:
+        """The next chunk that credit allows, now in flight; None when there is none. `pace` is what
+        the wire takes, in bytes/s: 0 where that is not known.
 
         Cells that are asked for again come first, and need no credit: they were paid for once.
         """
@@ -205,12 +208,13 @@ class OutgoingPair:
             return None
         waiting = self._waiting[0]
         block_bytes = self.shape.layers[waiting.layer].block_bytes(len(self.heads))
-        count = min(len(waiting.block_ids), max(1, self.chunk_bytes // block_bytes))
+        most = max(self.chunk_bytes, int(min(self.most_bytes, pace * STREAMED_S)))
+        count = min(len(waiting.block_ids), max(1, most // block_bytes))
         num_bytes = count * block_bytes
         if self.unacked_bytes and self.unacked_bytes + num_bytes > self._window_bytes:
             return None
         run = waiting.take(count)
-        num_layers = 1 + self._follow(run, num_bytes)
+        num_layers = 1 + self._follow(run, num_bytes, most)
         num_bytes *= num_layers
         part = Part(self.num_chunks, run, num_layers=num_layers)
         self.num_chunks += 1
@@ -294,13 +298,13 @@ class OutgoingPair:
         flight.sent_at, flight.leaving = None, False
         self._again.append(flight.part.seq)
 
-    def _follow(self, run: Run, num_bytes: int) -> int:
+    def _follow(self, run: Run, num_bytes: int, most: int) -> int:
         """Take the same blocks of the layers behind, too, as many of `num_bytes` each as wait and
-        fit into one chunk that is stored nowhere. Returns of how many.
+        fit into one chunk of `most` that is stored nowhere. Returns of how many.
         """
-        layers, most, taken = self.shape.layers, self.chunk_bytes // num_bytes, 1
-        room = self._window_bytes - self.unacked_bytes
-        while self.streams and taken < most and (taken + 1) * num_bytes <= room:
+        layers, taken = self.shape.layers, 1
+        room = min(most, self._window_bytes - self.unacked_bytes)
+        while self.streams and (taken + 1) * num_bytes <= room:
             layer = run.layer + taken
             if not self._has_waiting() or not self._waiting[0].continues(run, layer):
                 break

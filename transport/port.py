@@ -205,6 +205,13 @@ class Port:
         finally:
             self._num_leaving -= 1
 
+    @property
+    def pace(self) -> float:
+        """Bytes/s that the wire has taken lately of payloads that are stored nowhere; 0: of none
+        that was long enough to tell.
+        """
+        return 0.0 if self._pourer is None else self._pourer.pace
+
     def _num_written(self) -> int:
         return 0 if self._pourer is None else self._pourer.num_bytes_written
 

@@ -36,6 +36,10 @@ class PrefillTcpLink(SocketLink):
     def num_bytes_written(self) -> int:
         return self._stream.num_bytes_written
 
+    @property
+    def pace(self) -> float:
+        return self._stream.pace
+
     def pour(self, pouring: Pouring) -> "asyncio.Future[None]":
         self._end.check()
         return self._stream.pour(pouring)

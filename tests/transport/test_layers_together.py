@@ -28,9 +28,9 @@ def cut_together(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
     taken: list[Part] = []
     take = OutgoingPair.take
 
-    def take_together(pair: OutgoingPair) -> Part | None:
+    def take_together(pair: OutgoingPair, pace: float) -> Part | None:
         pair.streams = True
-        part = take(pair)
+        part = take(pair, pace)
         taken.extend([part] if part is not None else [])
         return part
 

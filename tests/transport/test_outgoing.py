@@ -4,7 +4,7 @@ import pytest
 
 from kvcache.spec import CacheSpec
 from transport.orders import Code, TransferFailed
-from transport.outgoing import MAX_ASKS, Outgoing, OutgoingPair, Part, Run
+from transport.outgoing import MAX_ASKS, STREAMED_S, Outgoing, OutgoingPair, Part, Run
 from transport.shipment import Shape
 
 SPEC = CacheSpec.full(num_layers=3, num_kv_heads=2, head_dim=2, block_size=4, dtype="float32")
@@ -114,7 +114,7 @@ def test_what_streams_takes_the_same_blocks_of_several_layers_as_one_chunk() -> 
     for layer in (0, 1, 2):
         pair.seal(Run(layer, 0, (5, 6)))
         pair.seal(Run(layer, 2, (7,), 2))
-    pair.chunk_bytes = 4 * BLOCK_BYTES
+    pair.most_bytes = 0
     first, second = take_all(pair)
     assert (first.seq, first.run, first.num_layers) == (0, Run(0, 1, (6, 7), 2), 2)
     assert first.runs == [Run(0, 1, (6, 7), 2), Run(1, 1, (6, 7), 2)]
@@ -144,15 +144,30 @@ def test_layers_go_together_only_where_their_blocks_are_the_same_and_all_wait() 
 
 
 def test_layers_go_together_as_far_as_the_window_allows() -> None:
-    pair = make_pair()
+    pair = make_pair(chunk_bytes=100 * BLOCK_BYTES)
     pair.streams = True
     pair.grant(0, 5 * BLOCK_BYTES)
     for layer in (0, 1, 2):
         pair.seal(Run(layer, 0, (5, 6)))
-    pair.chunk_bytes = 100 * BLOCK_BYTES
     assert layers_of(pair) == [(range(2), 0, 2)]
     pair.acked(0)
     assert layers_of(pair) == [(range(2, 3), 0, 2)]
+
+
+def test_a_slow_wire_is_not_held_for_long_by_one_chunk() -> None:
+    """Where its pace is not known, chunks are as they are elsewhere."""
+    for pace, want in (
+        (0.0, 3),
+        (2 * BLOCK_BYTES, 3),
+        (5 * BLOCK_BYTES, 5),
+        (99 * BLOCK_BYTES, 12),
+    ):
+        pair = make_pair(num_tokens=80)
+        pair.streams = True
+        pair.seal(Run(0, 0, tuple(range(20))))
+        pair.grant(0, 1 << 20)
+        part = pair.take(pace / STREAMED_S)
+        assert part is not None and len(part.run.block_ids) == want
 
 
 def test_layers_whose_cells_differ_in_size_do_not_go_together() -> None:

@@ -300,6 +300,25 @@ async def test_what_comes_of_a_payload_is_counted_before_it_has_come_whole() -> 
     ends.close()
 
 
+async def test_the_pace_of_a_wire_is_that_of_its_last_long_payload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends, size = Ends(), 1_000_000
+    monkeypatch.setattr("transport.frame_socket.LONG_BYTES", size)
+
+    def slowly(outlet: Outlet) -> int:
+        time.sleep(0.1)
+        return all_of_it(outlet, 1, 0)
+
+    assert ends.ours.pace == 0
+    await ends.ours.pour(pouring(1, size, slowly))
+    pace = ends.ours.pace
+    assert 0 < pace <= size / 0.1
+    await ends.ours.pour(pouring(1, size - 500_000, partial(all_of_it, seq=1, num_gone=0)))
+    assert ends.ours.pace == pace
+    ends.close()
+
+
 async def test_what_nobody_wants_is_read_past_and_the_next_comes_whole() -> None:
     ends, size = Ends(), 1_000_000
     ends.skipped = {1, 2}

@@ -57,7 +57,7 @@ async def test_more_may_be_on_its_way_only_where_decode_stores_none_of_it(
 
     def note(pair: OutgoingPair, first_block: int, window_bytes: int) -> bool:
         taken = grant(pair, first_block, window_bytes)
-        given.append((window_bytes, pair.chunk_bytes))
+        given.append((window_bytes, max(pair.chunk_bytes, pair.most_bytes)))
         return taken
 
     def on_device(store: KvStore) -> KvStore:
