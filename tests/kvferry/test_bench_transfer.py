@@ -42,19 +42,23 @@ def test_shm_is_measured_without_a_pool_to_read_too() -> None:
 
 def test_a_case_counts_all_its_bytes() -> None:
     case = Case("tcp", num_blocks=16, concurrency=3, chunk_bytes=1 << 20, window_bytes=8 << 20)
-    assert (case.total_bytes, case.in_flight, case.num_tokens) == (24 << 20, 8, 256)
-    assert case.message_bytes == 1 << 20
+    assert (case.total_bytes, case.in_flight, case.num_tokens) == (24 << 20, 2, 256)
+    assert case.message_bytes == 4 << 20
 
 
 def test_a_message_of_the_limit_is_as_large_as_a_chunk_of_ours_can_be() -> None:
-    """A chunk is of one layer and one pair of ranks: 64 KiB a block, shared by their heads."""
+    """A chunk is of one pair of ranks: 64 KiB a block and layer, shared by their heads. Over tcp it
+    may be of several layers.
+    """
     sizes = [
         Case("tcp", 16, chunk_bytes=8 << 20, window_bytes=32 << 20),
         Case("tcp", 256, chunk_bytes=8 << 20, window_bytes=32 << 20),
+        Case("tcp", 100, chunk_bytes=8 << 20, window_bytes=32 << 20),
         Case("tcp", 128, 1, 4, 2, chunk_bytes=8 << 20, window_bytes=32 << 20),
+        Case("gloo", 128, 1, 4, 2, chunk_bytes=8 << 20, window_bytes=32 << 20),
     ]
     found = [(case.message_bytes >> 20, case.in_flight) for case in sizes]
-    assert found == [(1, 32), (16, 2), (2, 16)]
+    assert found == [(8, 4), (32, 1), (25, 1), (16, 2), (2, 16)]
 
 
 def test_what_cannot_be_measured_is_refused_by_name() -> None:
