@@ -2,7 +2,7 @@
  *
  * Of one layer: `digests` and `known` have a row for each block of the pool, so far apart as their
  * strides say, in the order of heads and planes, and `written` one count. Meant are the heads from `lo`
- * up to `hi` of the blocks that are named. */
+ * up to `hi` of the blocks that are named, in `num_layers` layers. */
 #include <stdint.h>
 #include <string.h>
 
@@ -15,9 +15,11 @@ typedef struct {
     int64_t num_planes;
 } rows;
 
-void forget_rows(const rows *of, const int64_t *blocks, int64_t num_blocks, int64_t lo, int64_t hi) {
+void forget_rows(const rows *of, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int64_t lo,
+                 int64_t hi) {
     for (int64_t b = 0; b < num_blocks; b++) {
-        memset(of->known + blocks[b] * of->known_stride + lo, 0, hi - lo);
+        for (int64_t layer = 0; layer < num_layers; layer++)
+            memset(of[layer].known + blocks[b] * of[layer].known_stride + lo, 0, hi - lo);
         of->written[blocks[b]]++;
     }
 }
@@ -28,30 +30,35 @@ static void enter(const rows *of, int64_t block, int64_t lo, int64_t hi, const u
            (hi - lo) * of->num_planes * sizeof *found);
 }
 
-/* `good`, if given, says of which cells of a head the digests hold; of the others none are known. */
-void keep_rows(const rows *of, const int64_t *blocks, int64_t num_blocks, int64_t lo, int64_t hi,
-               const uint64_t *found, const uint8_t *good) {
+/* `good`, if given, says of which cells of a head the digests hold; of the others none are known. Both are
+ * of all the layers, one behind the other. */
+void keep_rows(const rows *of, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int64_t lo,
+               int64_t hi, const uint64_t *found, const uint8_t *good) {
     const int64_t width = hi - lo;
-    for (int64_t b = 0; b < num_blocks; b++) {
-        uint8_t *known = of->known + blocks[b] * of->known_stride + lo;
-        enter(of, blocks[b], lo, hi, found + b * width * of->num_planes);
-        if (good)
-            memcpy(known, good + b * width, width);
-        else
-            memset(known, 1, width);
-        of->written[blocks[b]]++;
-    }
+    for (int64_t layer = 0; layer < num_layers; layer++, of++)
+        for (int64_t b = 0; b < num_blocks; b++, found += width * of->num_planes) {
+            uint8_t *known = of->known + blocks[b] * of->known_stride + lo;
+            enter(of, blocks[b], lo, hi, found);
+            if (good)
+                memcpy(known, good + (layer * num_blocks + b) * width, width);
+            else
+                memset(known, 1, width);
+            if (!layer) of->written[blocks[b]]++;
+        }
 }
 
 /* Copies what is kept into `found`, if it is of all of them. Whether it is. */
-int known_rows(const rows *of, const int64_t *blocks, int64_t num_blocks, int64_t lo, int64_t hi,
-               uint64_t *found) {
-    const int64_t width = hi - lo, num_digests = width * of->num_planes;
-    for (int64_t b = 0; b < num_blocks; b++, found += num_digests) {
-        const uint8_t *known = of->known + blocks[b] * of->known_stride + lo;
-        if (memchr(known, 0, width)) return 0;
-        memcpy(found, of->digests + blocks[b] * of->digest_stride + lo * of->num_planes,
-               num_digests * sizeof *found);
+int known_rows(const rows *of, int64_t num_layers, const int64_t *blocks, int64_t num_blocks, int64_t lo,
+               int64_t hi, uint64_t *found) {
+    const int64_t width = hi - lo;
+    for (int64_t layer = 0; layer < num_layers; layer++, of++) {
+        const int64_t num_digests = width * of->num_planes;
+        for (int64_t b = 0; b < num_blocks; b++, found += num_digests) {
+            const uint8_t *known = of->known + blocks[b] * of->known_stride + lo;
+            if (memchr(known, 0, width)) return 0;
+            memcpy(found, of->digests + blocks[b] * of->digest_stride + lo * of->num_planes,
+                   num_digests * sizeof *found);
+        }
     }
     return 1;
 }

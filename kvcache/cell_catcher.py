@@ -105,16 +105,13 @@ class CellCatcher:
             self.forget()
             return
         kept, layers, heads, ids_B, _ = self._keeper
-        shape = (len(layers), len(ids_B), len(heads), -1)
-        digests_LBHP, bad_LBHP = self.digests.reshape(shape), self._bad.reshape(shape)
-        any_bad = self._bad.any()
-        for i, layer in enumerate(layers):
-            good_BH = np.asarray(~bad_LBHP[i].any(axis=2)) if any_bad else None
-            kept.keep(layer, ids_B, heads, digests_LBHP[i], good_BH)
+        shape, good_LBH = (len(layers), len(ids_B), len(heads), -1), None
+        if self._bad.any():
+            good_LBH = np.asarray(~self._bad.reshape(shape).any(axis=3))
+        kept.keep(layers, ids_B, heads, self.digests.reshape(shape), good_LBH)
 
     def forget(self) -> None:
         """The blocks are about to be written, or have been, and nobody knows with what."""
         if self._keeper is not None:
             kept, layers, heads, ids_B, _ = self._keeper
-            for layer in layers:
-                kept.forget_cells(layer, ids_B, heads)
+            kept.forget_cells(layers, ids_B, heads)

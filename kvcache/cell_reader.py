@@ -119,7 +119,7 @@ class CellReader:
         if self._host is None or run is None or not len(ids_B):
             return None
         where = (ids_B, heads, tail_tokens)
-        known = None if suspect else self._all_known(layers, *where)
+        known = None if suspect else self._known(layers, *where)
         compares = [self._comparison(layer, *where) for layer in layers if known is None]
         blocks = (ids_B, tail_tokens or 0, piece_blocks)
         return CellPourer(self._host, run, *blocks, known, _each(compares))
@@ -137,7 +137,7 @@ class CellReader:
         ids_B = self._places.checked(block_ids)
         if self._settled is not None:
             self._settled.settle(layer, self._places.whole_ids(ids_B))
-        known = self._known(layer, ids_B, heads, tail_tokens)
+        known = self._known(range(layer, layer + 1), ids_B, heads, tail_tokens)
         return known if known is not None else self._fresh(layer, ids_B, heads, tail_tokens)
 
     def prove_blocks(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None:
@@ -156,7 +156,8 @@ class CellReader:
         """As `digest_cells`, if that takes but a moment: of whole blocks those that are kept, and
         only a tail is read. None if some are not.
         """
-        return self._known(layer, self._places.checked(block_ids), heads, tail_tokens)
+        ids_B = self._places.checked(block_ids)
+        return self._known(range(layer, layer + 1), ids_B, heads, tail_tokens)
 
     def note_cells(self, layer: int, block_ids: Sequence[int]) -> None:
         """These blocks have just been written, whole, and lie in a cache still: what they hold is
@@ -176,30 +177,19 @@ class CellReader:
         ((layout, _, _),) = self._places.layouts(layer, everything)
         return host.noter(self._places.layers[layer].data_ptr(), layout, *self._kept.arrays(layer))
 
-    def _all_known(
+    def _known(
         self, layers: range, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None
     ) -> NDArray[np.uint64] | None:
-        """As `known_digests`, one layer after the other; None if some of any are not known."""
-        found = []
-        for layer in layers:
-            known = self._known(layer, ids_B, heads, tail_tokens)
-            if known is None:
-                return None
-            found.append(known)
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _known(
-        self, layer: int, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None
-    ) -> NDArray[np.uint64] | None:
-        """As `known_digests`."""
+        """As `known_digests`, one layer after the other, which are alike."""
         if self._places.parts > 1:
             return None
         whole_B = ids_B if tail_tokens is None else ids_B[:-1]
-        known = self._kept.known(layer, whole_B, self._places.local(heads))
-        if known is None or tail_tokens is None:
-            return None if known is None else known.reshape(-1)
-        tail = self._fresh(layer, ids_B[-1:], heads, tail_tokens)
-        return np.concatenate((known.reshape(-1), tail))
+        known_LBHP = self._kept.known(layers, whole_B, self._places.local(heads))
+        if known_LBHP is None or tail_tokens is None:
+            return None if known_LBHP is None else known_LBHP.reshape(-1)
+        tails = [self._fresh(layer, ids_B[-1:], heads, tail_tokens) for layer in layers]
+        known_LC = known_LBHP.reshape(len(layers), -1)
+        return np.concatenate((known_LC, np.stack(tails)), axis=1).reshape(-1)
 
     def _fresh(
         self, layer: int, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None

@@ -121,18 +121,18 @@ class CellWriter:
     ) -> NDArray[np.intp]:
         """Have `write` write these cells; it answers which are bad, and what is good is kept."""
         touched, local = self._places.whole_ids(ids_B), self._places.local(heads)
-        self._kept.forget_cells(layer, touched, local)
+        layers = range(layer, layer + 1)
+        self._kept.forget_cells(layers, touched, local)
         bad = write()
         if digests is None or self._places.parts > 1:
-            self._kept.forget_cells(layer, touched, local)
+            self._kept.forget_cells(layers, touched, local)
             return bad
-        shape = (len(ids_B), len(heads), -1)
-        good_BH = np.ones(shape[:2], np.bool_)
+        shape, good_LBH = (1, len(ids_B), len(heads), -1), None
         if len(bad):
             good = np.ones(len(digests), np.bool_)
             good[bad] = False
-            good_BH = np.asarray(good.reshape(shape).all(axis=2))
-        self._kept.keep(layer, ids_B, local, digests.reshape(shape), good_BH)
+            good_LBH = np.asarray(good.reshape(shape).all(axis=3))
+        self._kept.keep(layers, ids_B, local, digests.reshape(shape), good_LBH)
         return bad
 
     def _scatter(

@@ -38,14 +38,14 @@ class KeptDigests:
         """`num_planes` by layer."""
         self._digests = {
             layer: np.zeros((num_blocks, num_heads, planes), np.uint64)
-            for layer, planes in num_planes.items()
+            for layer, planes in sorted(num_planes.items())
         }
-        self._place = {layer: place for place, layer in enumerate(num_planes)}
+        self._place = {layer: place for place, layer in enumerate(self._digests)}
         self._known_NLH = np.zeros((num_blocks, len(num_planes), num_heads), np.bool_)
         self._written = np.zeros(num_blocks, np.uint32)  # how often each block was
         self._lock = threading.Lock()
-        made = kept_rows.load()
-        self._rows = {layer: made.rows(*self.arrays(layer)) for layer in num_planes if made}
+        made, known = kept_rows.load(), [*self._known_NLH.swapaxes(0, 1)]
+        self._rows = made and made.rows([*self._digests.values()], known, self._written)
         arrays = (*self._digests.values(), self._known_NLH, self._written)
         self.bytes_per_block = sum(array[:1].nbytes for array in arrays)
 
@@ -56,16 +56,17 @@ class KeptDigests:
             self._written[ids] += 1  # of a block that is named twice once, which is as good
             self._known_NLH[ids] = False
 
-    def forget_cells(self, layer: int, block_ids: Ids, heads: Sequence[int]) -> None:
+    def forget_cells(self, layers: range, block_ids: Ids, heads: Sequence[int]) -> None:
         """As `forget`, for some cells of these blocks of the pool."""
         ids = np.asarray(block_ids, dtype=np.int64)
-        rows, run = self._rows.get(layer), _run_of(heads)
+        run, places = _run_of(heads), self._places(layers)
         with self._lock:
-            if rows is not None and run is not None:
-                rows.forget(ids, *run)
+            if self._rows is not None and run is not None:
+                self._rows.forget(places, ids, *run)
                 return
             self._written[ids] += 1
-            self._known_NLH[:, self._place[layer]][self._cells(ids, heads)] = False
+            for place in places:
+                self._known_NLH[:, place][self._cells(ids, heads)] = False
 
     def forget_all(self) -> None:
         self.forget(range(len(self._written)))
@@ -76,27 +77,28 @@ class KeptDigests:
 
     def keep(
         self,
-        layer: int,
+        layers: range,
         block_ids: Ids,
         heads: Sequence[int],
-        digests_BHP: Digests,
-        good_BH: NDArray[np.bool_] | None,
+        digests_LBHP: Digests,
+        good_LBH: NDArray[np.bool_] | None,
     ) -> None:
         """What was just written into these blocks of the pool had these digests, where it is good;
-        None: everywhere.
+        None: everywhere. The layers have as many planes, one as the other.
         """
         ids = np.asarray(block_ids, dtype=np.int64)
-        rows, run = self._rows.get(layer), _run_of(heads)
-        if rows is not None and run is not None:
+        run, places = _run_of(heads), self._places(layers)
+        if self._rows is not None and run is not None:
             with self._lock:
-                rows.keep(ids, *run, digests_BHP, good_BH)
+                self._rows.keep(places, ids, *run, digests_LBHP, good_LBH)
             return
-        place = self._cells(ids, heads)
-        known_NH = self._known_NLH[:, self._place[layer]]
+        cells = self._cells(ids, heads)
         with self._lock:
             self._written[ids] += 1
-            self._digests[layer][place] = digests_BHP
-            known_NH[place] = True if good_BH is None else good_BH
+            for i, layer in enumerate(layers):
+                self._digests[layer][cells] = digests_LBHP[i]
+                good = True if good_LBH is None else good_LBH[i]
+                self._known_NLH[:, self._place[layer]][cells] = good
 
     def fill(self, write: Callable[[Sequence[int]], None], block_ids: Sequence[int]) -> None:
         """As `keep`, where `write` enters these blocks into `arrays` itself."""
@@ -107,20 +109,24 @@ class KeptDigests:
         """Of all blocks: digests_NHP, known_NH and written_N, for `fill` alone."""
         return self._digests[layer], self._known_NLH[:, self._place[layer]], self._written
 
-    def known(self, layer: int, block_ids: Ids, heads: Sequence[int]) -> Digests | None:
-        """What was kept of these cells, if it is of all of them."""
+    def known(self, layers: range, block_ids: Ids, heads: Sequence[int]) -> Digests | None:
+        """What was kept of these cells [L, B, H, P], if it is of all of them. The layers have as
+        many planes, one as the other.
+        """
         ids = np.asarray(block_ids, dtype=np.int64)
-        rows, run = self._rows.get(layer), _run_of(heads)
-        if rows is not None and run is not None:
-            kept = np.empty((len(ids), len(heads), self._digests[layer].shape[2]), np.uint64)
+        run, places = _run_of(heads), self._places(layers)
+        num_planes = self._digests[layers[0]].shape[2]
+        kept = np.empty((len(layers), len(ids), len(heads), num_planes), np.uint64)
+        if self._rows is not None and run is not None:
             with self._lock:
-                return kept if rows.known(ids, *run, kept) else None
-        place = self._cells(ids, heads)
+                return kept if self._rows.known(places, ids, *run, kept) else None
+        cells = self._cells(ids, heads)
         with self._lock:
-            if not self._known_NLH[:, self._place[layer]][place].all():
-                return None
-            found: Digests = self._digests[layer][place].copy()
-            return found
+            for i, layer in enumerate(layers):
+                if not self._known_NLH[:, self._place[layer]][cells].all():
+                    return None
+                kept[i] = self._digests[layer][cells]
+        return kept
 
     def compare(
         self,
@@ -133,11 +139,10 @@ class KeptDigests:
         """Those of these blocks of the pool whose cells, just read, are not what was kept. What was
         not known is kept.
         """
-        ids = np.asarray(block_ids, dtype=np.int64)
-        rows, run = self._rows.get(layer), _run_of(heads)
-        if rows is not None and run is not None:
+        ids, run = np.asarray(block_ids, dtype=np.int64), _run_of(heads)
+        if self._rows is not None and run is not None:
             with self._lock:
-                if rows.compare(ids, *run, digests_BHP, written_B):
+                if self._rows.compare(self._place[layer], ids, *run, digests_BHP, written_B):
                     return []
         return self._look_closer(layer, ids, heads, digests_BHP, written_B)
 
@@ -170,6 +175,12 @@ class KeptDigests:
                 known_NH[place] = known_BH | fresh_BH
         rotten: list[int] = ids[(calm_B1 & known_BH & differ_BH).any(axis=1)].tolist()
         return rotten
+
+    def _places(self, layers: range) -> range:
+        """Of layers that follow each other, and all have digests."""
+        first = self._place[layers[0]]
+        assert self._place[layers[-1]] - first == len(layers) - 1, f"layers {list(layers)}"
+        return range(first, first + len(layers))
 
     def _cells(self, ids: NDArray[np.int64], heads: Sequence[int]) -> Any:
         """An index of [blocks, heads]; of all heads by the blocks alone, which is far quicker."""

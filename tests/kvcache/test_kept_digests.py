@@ -72,13 +72,13 @@ def test_what_is_noted_as_it_is_written_is_known_from_then_on_and_held_to_it() -
     made.gather_cells(1, BLOCKS, HEADS, digests=want)
     made.kept.forget(BLOCKS)
     made.note_cells(1, BLOCKS)
-    known = made.kept.known(1, BLOCKS, HEADS)
+    known = made.kept.known(range(1, 2), BLOCKS, HEADS)
     assert known is not None and known.reshape(-1).tolist() == want.tolist()
     assert made.kept.unknown(range(6)) == [0, 1, 2, 3, 4, 5], "of another layer nothing is known"
     flip(made, 1)
     assert made.recheck(BLOCKS) == [1]
     made.kept.forget([1])
-    assert made.kept.known(1, [1], HEADS) is None
+    assert made.kept.known(range(1, 2), [1], HEADS) is None
     made.note_cells(1, [1])
     assert made.recheck(BLOCKS) == []
 
@@ -134,37 +134,38 @@ def test_digests_take_17_bytes_a_head_and_layer() -> None:
 
 def test_the_compiled_rows_keep_what_numpy_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept_rows.load() is not None
-    compiled = KeptDigests(9, 4, {3: 2, 5: 1})
+    compiled = KeptDigests(9, 4, {6: 1, 3: 2, 4: 2})
     monkeypatch.setattr(kept_rows, "load", lambda: None)
-    plain = KeptDigests(9, 4, {3: 2, 5: 1})
+    plain = KeptDigests(9, 4, {6: 1, 3: 2, 4: 2})
     rng, found = np.random.default_rng(5), {"rotten": 0, "same": 0}
     before = plain.written(range(9))
     for _ in range(600):
-        layer, planes = ((3, 2), (5, 1))[rng.integers(2)]
+        layers, planes = ((range(3, 4), 2), (range(3, 5), 2), (range(6, 7), 1))[rng.integers(3)]
         ids = rng.permutation(9)[: rng.integers(5)]
         lo, hi = sorted(rng.choice(5, 2, replace=False).tolist())
         heads = list(range(lo, hi)) if rng.random() < 0.8 else [0, 2]
-        digests = rng.integers(0, 2**64, (len(ids), len(heads), planes), np.uint64)
-        if rng.random() < 0.8 and (known := plain.known(layer, ids, heads)) is not None:
+        digests = rng.integers(0, 2**64, (len(layers), len(ids), len(heads), planes), np.uint64)
+        if rng.random() < 0.8 and (known := plain.known(layers, ids, heads)) is not None:
             digests = known.reshape(digests.shape)
-        good = None if rng.random() < 0.5 else rng.random(digests.shape[:2]) < 0.8
+        good = None if rng.random() < 0.5 else rng.random(digests.shape[:3]) < 0.8
         what, both = rng.integers(4), (compiled, plain)
         if what == 0:
             before = plain.written(range(9))
         elif what == 1:
             for each in both:
-                each.keep(layer, ids, heads, digests, good)
+                each.keep(layers, ids, heads, digests, good)
         elif what == 2 and rng.random() < 0.3:
             for each in both:
-                each.forget_cells(layer, ids, heads)
+                each.forget_cells(layers, ids, heads)
         else:
-            answers = [each.compare(layer, ids, heads, digests, before[ids]) for each in both]
+            read = (layers[0], ids, heads, digests[0], before[ids])
+            answers = [each.compare(*read) for each in both]
             assert answers[0] == answers[1]
             found["rotten" if answers[0] else "same"] += 1
         assert (compiled.written(range(9)) == plain.written(range(9))).all()
         cells = [([block], [head]) for block in range(9) for head in range(4)]
         for where in [(ids.tolist(), heads), *cells]:  # some of many may be known, or all, or none
-            ours, theirs = (each.known(layer, *where) for each in both)
+            ours, theirs = (each.known(layers, *where) for each in both)
             assert (ours is None) == (theirs is None)
             assert ours is None or theirs is None or (ours == theirs).all()
     assert min(found["rotten"], found["same"]) > 20, found

@@ -123,7 +123,7 @@ def test_of_several_layers_all_are_looked_at_if_one_is_not_known(
 ) -> None:
     store = random_store()
     assert store.recheck(IDS) == []
-    store.kept.forget_cells(2, [IDS[-1]], [3])
+    store.kept.forget_cells(range(2, 3), [IDS[-1]], [3])
     store.layer(1)[21, 0, 2, 1, 1] += 1.0
     with pytest.raises(BlockRotten, match=r"\[21\] have changed in layer 1"):
         poured(store, pair, IDS, [0, 1, 2, 3], None, 2, range(3))

@@ -83,7 +83,9 @@ async def test_every_full_block_that_is_shipped_was_digested_by_the_layer_that_f
     note_cells = KvStore.note_cells
 
     def note(store: KvStore, layer: int, block_ids: Sequence[int]) -> None:
-        assert store.kept.known(layer, block_ids, range(len(store.kv_heads))) is None
+        assert (
+            store.kept.known(range(layer, layer + 1), block_ids, range(len(store.kv_heads))) is None
+        )
         note_cells(store, layer, block_ids)
         noted.setdefault(layer, []).extend(block_ids)
 
