@@ -31,7 +31,8 @@ from transport.pieces import GIVEN_UP, within
 from transport.socket_outlet import SocketOutlet
 from transport.threads import Threads
 
-LONG_BYTES = 4 << 20  # what is shorter, the system may take into its buffers at once
+TELLING_BYTES = 64 << 10  # at least, of a payload that tells how fast the wire is
+HOLD_S = 0.02  # for which one payload may hold the wire: other prompts wait behind it
 WRITE_BYTES = 1 << 20  # waited for at once: of a slow link it is to be seen that something leaves
 
 
@@ -51,7 +52,7 @@ class FrameSocket:
         self._piece = np.empty(0, dtype=np.uint8)
         self._open = True
         self.num_bytes_written = 0  # by the thread
-        self.pace = 0.0  # bytes/s at which the last long payload was poured
+        self.reach = 0  # bytes of a payload that leaves within HOLD_S, as far as is known
 
     @property
     def num_bytes_read(self) -> int:
@@ -184,8 +185,15 @@ class FrameSocket:
             outlet.end(GIVEN_UP)
             raise
         outlet.end(GIVEN_UP if seal is None else seal)
-        if outlet.num_bytes >= LONG_BYTES:
-            self.pace = outlet.num_bytes / max(1e-6, time.monotonic() - began)
+        self._learn(outlet.num_bytes, time.monotonic() - began)
+
+    def _learn(self, num_bytes: int, took_s: float) -> None:
+        """A payload has left. What the system took into its buffers tells little of what is behind
+        them, so twice as much, and not more, is tried next.
+        """
+        if num_bytes >= TELLING_BYTES:
+            within = int(num_bytes * HOLD_S / max(1e-6, took_s))
+            self.reach = min(within, max(self.reach, 2 * num_bytes))
 
     def tell(self) -> None:
         """Only within `pour`, when it is about to begin: the loop hears what has left before."""

@@ -134,8 +134,8 @@ class Pourer(Protocol):
         """Of payloads that wait for the other end to read, so far, whole or not."""
 
     @property
-    def pace(self) -> float:
-        """In bytes/s, at which the last long one left; 0 before it."""
+    def reach(self) -> int:
+        """Bytes that leave in a moment, as far as those that have left tell; 0 before them."""
 
 
 class Inlet(Protocol):

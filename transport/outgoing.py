@@ -6,7 +6,6 @@ more layers, too. It stays in flight until it is acknowledged, and is cut and nu
 again, it is the same chunk.
 """
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ from transport.pulse import due_at
 from transport.shipment import SENDING, Sending, Shape, moved
 
 STREAMED_CHUNKS = 4  # as one, where it is stored nowhere: each costs both ends some Python
-STREAMED_S = 0.02  # for which such a chunk may hold the wire: other prompts wait behind it
 MAX_ASKS = 16  # for one chunk, repeated questions included
 MAX_CELLS_AGAIN = 1024  # parts that wait; who asked for more than that will ask again
 
@@ -194,9 +192,9 @@ class OutgoingPair:
         self._waiting.append(waiting)
         self._last_of[run.layer] = waiting
 
-    def take(self, pace: float = math.inf) -> Part | None:
-        """The next chunk that credit allows, now in flight; None when there is none. `pace` is what
-        the wire takes, in bytes/s: 0 where that is not known.
+    def take(self, reach: int = 1 << 62) -> Part | None:
+        """The next chunk that credit allows, now in flight; None when there is none. `reach` is how
+        many bytes the wire takes in a moment, as far as is known.
 
         Cells that are asked for again come first, and need no credit: they were paid for once.
         """
@@ -208,13 +206,13 @@ class OutgoingPair:
             return None
         waiting = self._waiting[0]
         block_bytes = self.shape.layers[waiting.layer].block_bytes(len(self.heads))
-        most = max(self.chunk_bytes, int(min(self.most_bytes, pace * STREAMED_S)))
+        most = max(self.chunk_bytes, min(self.most_bytes, reach))
         count = min(len(waiting.block_ids), max(1, most // block_bytes))
         num_bytes = count * block_bytes
         if self.unacked_bytes and self.unacked_bytes + num_bytes > self._window_bytes:
             return None
         run = waiting.take(count)
-        num_layers = 1 + self._follow(run, num_bytes, most)
+        num_layers = 1 + self._follow(run, num_bytes, min(most, reach))
         num_bytes *= num_layers
         part = Part(self.num_chunks, run, num_layers=num_layers)
         self.num_chunks += 1

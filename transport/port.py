@@ -206,11 +206,11 @@ class Port:
             self._num_leaving -= 1
 
     @property
-    def pace(self) -> float:
-        """Bytes/s that the wire has taken lately of payloads that are stored nowhere; 0: of none
-        that was long enough to tell.
+    def reach(self) -> int:
+        """Bytes of a payload that is stored nowhere which the wire takes in a moment, as far as is
+        known.
         """
-        return 0.0 if self._pourer is None else self._pourer.pace
+        return 0 if self._pourer is None else self._pourer.reach
 
     def _num_written(self) -> int:
         return 0 if self._pourer is None else self._pourer.num_bytes_written

@@ -109,7 +109,7 @@ class Pumps:
         outgoing, pair = departure.outgoing, departure.outgoing.pairs[rank]
         try:
             while port.open and departure.ports[rank] is port:
-                part = pair.take(port.pace)
+                part = pair.take(port.reach)
                 if part is not None:
                     await self._send(departure, rank, port, part)
                     continue

@@ -37,8 +37,8 @@ class PrefillTcpLink(SocketLink):
         return self._stream.num_bytes_written
 
     @property
-    def pace(self) -> float:
-        return self._stream.pace
+    def reach(self) -> int:
+        return self._stream.reach
 
     def pour(self, pouring: Pouring) -> "asyncio.Future[None]":
         self._end.check()

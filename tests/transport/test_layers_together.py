@@ -28,9 +28,9 @@ def cut_together(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
     taken: list[Part] = []
     take = OutgoingPair.take
 
-    def take_together(pair: OutgoingPair, pace: float) -> Part | None:
+    def take_together(pair: OutgoingPair, _: int) -> Part | None:
         pair.streams = True
-        part = take(pair, pace)
+        part = take(pair)
         taken.extend([part] if part is not None else [])
         return part
 
@@ -54,14 +54,14 @@ async def test_all_layers_arrive_byte_exact_in_one_chunk(
 
 
 async def test_decode_that_stores_what_streams_takes_layers_together_too(
-    monkeypatch: pytest.MonkeyPatch,
+    cut_together: list[Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lander, "catches", lambda *_: False)
     monkeypatch.setattr(Lander, "catcher", lambda *_: None)
     async with network("tcp") as net, cluster(net, config=LARGE) as group:
         ((report,), _) = await group.carry(NUM_TOKENS, SOURCE, TARGET)
         group.check_blocks(NUM_TOKENS, SOURCE, TARGET)
-    assert report.chunks == 1
+    assert report.chunks == len(cut_together) == 1
 
 
 async def test_parts_of_blocks_go_together_too(cut_together: list[Part]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from kvcache.spec import CacheSpec
 from transport.orders import Code, TransferFailed
-from transport.outgoing import MAX_ASKS, STREAMED_S, Outgoing, OutgoingPair, Part, Run
+from transport.outgoing import MAX_ASKS, Outgoing, OutgoingPair, Part, Run
 from transport.shipment import Shape
 
 SPEC = CacheSpec.full(num_layers=3, num_kv_heads=2, head_dim=2, block_size=4, dtype="float32")
@@ -155,19 +155,22 @@ def test_layers_go_together_as_far_as_the_window_allows() -> None:
 
 
 def test_a_slow_wire_is_not_held_for_long_by_one_chunk() -> None:
-    """Where its pace is not known, chunks are as they are elsewhere."""
-    for pace, want in (
-        (0.0, 3),
-        (2 * BLOCK_BYTES, 3),
-        (5 * BLOCK_BYTES, 5),
-        (99 * BLOCK_BYTES, 12),
-    ):
+    """Where it is not known to be fast, chunks are as they are elsewhere: of one layer each."""
+    for reach, num_blocks in ((0, 3), (2, 3), (5, 5), (99, 12)):
         pair = make_pair(num_tokens=80)
         pair.streams = True
         pair.seal(Run(0, 0, tuple(range(20))))
         pair.grant(0, 1 << 20)
-        part = pair.take(pace / STREAMED_S)
-        assert part is not None and len(part.run.block_ids) == want
+        part = pair.take(reach * BLOCK_BYTES)
+        assert part is not None and len(part.run.block_ids) == num_blocks
+    for reach, num_layers in ((0, 1), (1, 1), (2, 2), (3, 3), (99, 3)):
+        pair = make_pair()
+        pair.streams = True
+        for layer in range(3):
+            pair.seal(Run(layer, 0, (5,)))
+        pair.grant(0, 1 << 20)
+        part = pair.take(reach * BLOCK_BYTES)
+        assert part is not None and part.num_layers == num_layers
 
 
 def test_layers_whose_cells_differ_in_size_do_not_go_together() -> None:

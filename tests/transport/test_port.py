@@ -46,8 +46,8 @@ class Trickle(SlowLink):
         return int(1000 * min(asyncio.get_running_loop().time(), self._until))
 
     @property
-    def pace(self) -> float:
-        return 0.0
+    def reach(self) -> int:
+        return 0
 
     def pour(self, pouring: Pouring) -> "asyncio.Future[None]":
         return asyncio.ensure_future(self._end.unless(asyncio.sleep(60)))

@@ -17,7 +17,7 @@ from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame
 from tests.transport.harness import cluster, network, soon
 from transport.config import TransportConfig
-from transport.frame_socket import FrameSocket
+from transport.frame_socket import HOLD_S, FrameSocket
 from transport.link import Inlet, LinkClosed, NeverComes, Outlet, Payload, Pour, Pouring
 from transport.messages import AHEAD, HEADER, TOLD
 from transport.orders import Code
@@ -300,22 +300,27 @@ async def test_what_comes_of_a_payload_is_counted_before_it_has_come_whole() -> 
     ends.close()
 
 
-async def test_the_pace_of_a_wire_is_that_of_its_last_long_payload(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ends, size = Ends(), 1_000_000
-    monkeypatch.setattr("transport.frame_socket.LONG_BYTES", size)
+async def test_how_much_a_wire_takes_in_a_moment_is_learnt_from_what_has_left() -> None:
+    """Step by step: what the system's buffers took at once says little."""
+    ends = Ends()
 
-    def slowly(outlet: Outlet) -> int:
-        time.sleep(0.1)
-        return all_of_it(outlet, 1, 0)
+    async def pour(size: int, wait_s: float = 0) -> int:
+        def slowly(outlet: Outlet) -> int:
+            time.sleep(wait_s)
+            return all_of_it(outlet, 1, 0)
 
-    assert ends.ours.pace == 0
-    await ends.ours.pour(pouring(1, size, slowly))
-    pace = ends.ours.pace
-    assert 0 < pace <= size / 0.1
-    await ends.ours.pour(pouring(1, size - 500_000, partial(all_of_it, seq=1, num_gone=0)))
-    assert ends.ours.pace == pace
+        await ends.ours.pour(pouring(1, size, slowly))
+        return ends.ours.reach
+
+    assert ends.ours.reach == 0
+    assert await pour(50_000) == 0, "too short to tell"
+    slow = await pour(1_000_000, wait_s=0.1)
+    assert 0 < slow <= 1_000_000 * HOLD_S / 0.1
+    async with asyncio.timeout(30):  # until two have left without a pause of this machine
+        while await pour(100_000) < 200_000 or await pour(500_000) < 1_000_000:
+            pass
+    assert ends.ours.reach == 1_000_000
+    assert await pour(500_000, wait_s=1) <= 500_000 * HOLD_S
     ends.close()
 
 
