@@ -185,7 +185,8 @@ class FrameSocket:
             outlet.end(GIVEN_UP)
             raise
         outlet.end(GIVEN_UP if seal is None else seal)
-        self._learn(outlet.num_bytes, time.monotonic() - began)
+        if seal is not None:  # else nothing has left, or not what was to
+            self._learn(outlet.num_bytes, time.monotonic() - began)
 
     def _learn(self, num_bytes: int, took_s: float) -> None:
         """A payload has left. What the system took into its buffers tells little of what is behind

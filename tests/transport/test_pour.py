@@ -324,6 +324,15 @@ async def test_how_much_a_wire_takes_in_a_moment_is_learnt_from_what_has_left() 
     ends.close()
 
 
+async def test_what_has_not_left_tells_nothing_of_how_much_a_wire_takes() -> None:
+    """Chunks of a transfer that was given up cost no time: that is not the wire's pace."""
+    ends = Ends()
+    for _ in range(3):
+        await ends.ours.pour(pouring(1, 1_000_000, lambda _: None))
+        assert ends.ours.reach == 0
+    ends.close()
+
+
 async def test_what_nobody_wants_is_read_past_and_the_next_comes_whole() -> None:
     ends, size = Ends(), 1_000_000
     ends.skipped = {1, 2}
