@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from transport.messages import MAX_PAYLOAD_BYTES
 from transport.orders import Code, TransferFailed
 from transport.pulse import due_at
 from transport.shipment import SENDING, Sending, Shape, moved
@@ -172,7 +173,8 @@ class OutgoingPair:
             return False
         self.first_block, self._window_bytes = first_block, window_bytes
         if self.streams:  # and is stored nowhere there, where so much may be on its way
-            self.most_bytes = min(window_bytes // 4, STREAMED_CHUNKS * self.chunk_bytes)
+            most = min(window_bytes // 4, STREAMED_CHUNKS * self.chunk_bytes)
+            self.most_bytes = min(most, MAX_PAYLOAD_BYTES // 2)  # digests come on top of it
         return True
 
     def seal(self, run: Run) -> None:

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from kvcache.spec import CacheSpec
+from transport.messages import MAX_PAYLOAD_BYTES
 from transport.orders import Code, TransferFailed
 from transport.outgoing import MAX_ASKS, Outgoing, OutgoingPair, Part, Run
 from transport.shipment import Shape
@@ -100,6 +101,23 @@ def test_chunks_that_are_stored_nowhere_are_four_times_as_large() -> None:
         pair.seal(Run(0, 0, tuple(range(13))))
         pair.grant(0, window)
         assert [len(part.run.block_ids) for part in take_all(pair)] == want
+
+
+@pytest.mark.parametrize("chunk_mib", [8, 16, 24, 48])
+def test_the_largest_chunk_fits_into_a_message(chunk_mib: int) -> None:
+    """With its digests: decode would take it for nonsense, and end the link."""
+    blocks = (MAX_PAYLOAD_BYTES + (1 << 20)) // BLOCK_BYTES
+    pair = make_pair(num_tokens=4 * blocks, chunk_bytes=chunk_mib << 20)
+    pair.streams = True
+    pair.seal(Run(0, 0, tuple(range(blocks))))
+    pair.grant(0, 1 << 30)
+    part = pair.take()
+    assert part is not None
+    layer = pair.shape.layers[0]
+    num_blocks = part.num_layers * len(part.run.block_ids)
+    num_digests = num_blocks * len(pair.heads) * len(layer.planes)
+    num_bytes = part.num_bytes(pair.shape, pair.heads) + 8 * num_digests + 8
+    assert num_bytes <= MAX_PAYLOAD_BYTES
 
 
 def layers_of(pair: OutgoingPair) -> list[tuple[range, int, int]]:
