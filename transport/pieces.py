@@ -14,6 +14,7 @@ from transport.link import Inlet, LinkClosed
 PIECE_BYTES = 512 << 10  # that are built and sent, read and written before the next: in a cache
 SEAL_BYTES = 8
 GIVEN_UP = 0  # as a seal
+MAX_PIECES = 16 << 10  # of a chunk: each costs who stages it two views
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Pieces:
         if chunk.piece_blocks < 1 or not 0 < all_blocks <= num_bytes or proof_bytes < 0:
             return None
         if proof_bytes % (8 * all_blocks) or chunk.payload_bytes % all_blocks:
+            return None
+        if num_layers * -(-chunk.num_blocks // chunk.piece_blocks) > MAX_PIECES:
             return None
         return cls(
             num_layers,
