@@ -16,7 +16,7 @@ from transport.shipment import Shape
 Heads = Sequence[tuple[int, int]]  # runs of KV heads: (first, count)
 Where = tuple[range, int, int]  # layers, the first block, the number of blocks
 ALL_LAYERS = range(-1, 0)
-MAX_LAYERS = 4096  # of a chunk that is refused: what it says may be anything
+MAX_LAYERS = 4096  # of a chunk; of one that is refused no more than its transfer has
 NO_CHUNK = 0xFFFF_FFFF  # cells that are fetched again, one by one
 
 
@@ -251,7 +251,8 @@ class ReceivingBook(_TransferBook):
         """It came, and was not taken."""
         number = NO_CHUNK if chunk.heads else chunk.seq
         accounts = (Account.OUTSIDE, Account.DROPPED)
-        self._cells(*accounts, reason, peer, number, _where(chunk), [(0, 0)])
+        where = _where(chunk, len(self._block_bytes))
+        self._cells(*accounts, reason, peer, number, where, [(0, 0)])
 
     def lost(self, peer: int, chunk: int) -> None:
         """It never came, and is asked for."""
@@ -313,10 +314,10 @@ class ReceivingBook(_TransferBook):
         self._cells(source, target, reason, peer, chunk.seq, where, self._heads[peer], size)
 
 
-def _where(chunk: Chunk) -> Where:
+def _where(chunk: Chunk, most_layers: int = MAX_LAYERS) -> Where:
     """What the header says, right or wrong, as far as a row can hold it."""
     layer = chunk.layer & 0x7FFF
-    last = layer + min(len(layers_of(chunk)), MAX_LAYERS)
+    last = layer + min(len(layers_of(chunk)), most_layers)
     return range(layer, min(last, 0x8000)), chunk.first_block, chunk.num_blocks
 
 

@@ -7,13 +7,19 @@ from dataclasses import replace
 import pytest
 
 from engine.clock import MonotonicClock
+from kvcache.ledger import Ledger
+from kvcache.ledger_row import Origin, Reason
+from protos.transfer_pb2 import Chunk
 from tests.transport.broken import IMPATIENT, NUM_TOKENS, SOURCE, TARGET
 from tests.transport.harness import SPEC, WAYS, cluster, network, soon
+from transport.books import ReceivingBook
 from transport.config import TransportConfig
 from transport.fault_wire import FaultWire
 from transport.faults import DAMAGES, Faults
 from transport.landing import Lander
+from transport.orders import ShipmentKey
 from transport.outgoing import OutgoingPair, Part
+from transport.shipment import Shape
 
 LARGE = TransportConfig(chunk_bytes=1 << 20, max_damage_share=1.0)  # all layers are one chunk
 FAULTS = (
@@ -92,3 +98,14 @@ async def test_faults_that_can_be_made_good_end_in_equal_bytes(
             assert {fault.kind for fault in faults.log} >= DAMAGES
             await soon(lambda: all(s.open_shipments == 0 for s in group.prefill.shippers))
     assert {part.num_layers for part in cut_together if not part.heads} == {SPEC.num_layers}
+
+
+def test_a_chunk_that_is_refused_takes_no_more_rows_than_there_are_layers() -> None:
+    """However many it says it has: rows are pages of what happened, and those are soon full."""
+    ledger = Ledger(Origin("d", "id", 1, "decode", 0, 1))
+    shape, key = Shape.of(SPEC, NUM_TOKENS), ShipmentKey(bytes(16), 1, 1, 1)
+    book = ReceivingBook(ledger, key, {0: (0, 1)}, shape, 0, "ip")
+    for num_layers, most in ((0, 1), (1, 1), (2**32 - 1, shape.num_layers)):
+        before = ledger.num_rows
+        book.refused(0, Chunk(num_blocks=1, num_layers=num_layers), Reason.BAD)
+        assert ledger.num_rows - before == most
