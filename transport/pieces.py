@@ -77,7 +77,7 @@ class Pieces:
 
 def piece_blocks(block_bytes: int, num_digests: int) -> int:
     """How many blocks of so many bytes, and digests, make a piece."""
-    return max(1, PIECE_BYTES // (block_bytes + 8 * num_digests))
+    return max(1, PIECE_BYTES // max(1, block_bytes + 8 * num_digests))
 
 
 async def staged(frame: Frame, inlet: Inlet) -> tuple[Frame, memoryview]:

@@ -43,7 +43,7 @@ def test_a_chunk_that_makes_no_sense_has_no_pieces(fields: dict[str, int], num_b
 
 @pytest.mark.parametrize("fields", [{"num_layers": 1 << 20}, {"num_blocks": 1 << 20}], ids=str)
 def test_what_would_come_in_endless_pieces_has_none(fields: dict[str, int]) -> None:
-    """Each costs who stages it an object or two, on the loop: ours come in some thousands at most."""
+    """Each costs who stages it two objects, on the loop: ours come in some thousands at most."""
     num_blocks = 1 << 20
     usual = {"num_layers": 1, "num_blocks": 1, "piece_blocks": 1, "payload_bytes": num_blocks}
     made = Chunk(**(usual | fields))  # type: ignore[arg-type]
