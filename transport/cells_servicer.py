@@ -30,8 +30,8 @@ from transport.config import TransportConfig
 from transport.departure import CellSource, Departure, prove_parts
 from transport.fences import ended
 from transport.orders import ShipmentKey
-from transport.outgoing import Run
 from transport.plan import LayerCells, layer_cells
+from transport.sealed_runs import Run
 
 Context = grpc.aio.ServicerContext[FetchRequest, FetchedCells]
 

@@ -18,10 +18,11 @@ from transport.books import SendingBook
 from transport.chunk_check import check_of, chunk_check, place_of, seal_of
 from transport.link import Outlet, Pouring
 from transport.orders import FirstToken, ShipmentOrder, ShipmentReport
-from transport.outgoing import Outgoing, Part, Run
+from transport.outgoing import Outgoing
 from transport.pieces import piece_blocks
 from transport.port import Port
 from transport.readers import Readers
+from transport.sealed_runs import Part, Run
 from transport.shipment import Shape
 
 T = TypeVar("T")

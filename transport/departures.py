@@ -21,7 +21,8 @@ from transport.counts import TransferCounts
 from transport.departure import Departure
 from transport.memory import Memory
 from transport.orders import Code, Identity, ShipmentKey, ShipmentOrder, TransferFailed
-from transport.outgoing import Outgoing, OutgoingPair
+from transport.outgoing import Outgoing
+from transport.outgoing_pair import OutgoingPair
 from transport.plan import pair_plans
 from transport.port import Port
 from transport.reaper import each

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from transport.orders import FirstToken
-from transport.outgoing import Run
+from transport.sealed_runs import Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from transport.departure import Departure, Pool, gather, known_digests, point, p
 from transport.departures import Departures
 from transport.link import LinkClosed
 from transport.orders import Code, TransferFailed
-from transport.outgoing import Part
 from transport.peers import Peers
 from transport.port import Port
+from transport.sealed_runs import Part
 from transport.threads import Threads
 
 log = structlog.get_logger()

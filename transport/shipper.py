@@ -34,11 +34,11 @@ from transport.orders import (
     ShipmentOrder,
     ShipmentReport,
 )
-from transport.outgoing import Run, cut
 from transport.peers import Peers
 from transport.port import Port
 from transport.pumps import FoundRotten, Pumps
 from transport.reaper import reap
+from transport.sealed_runs import Run, cut
 from transport.threads import Threads
 
 

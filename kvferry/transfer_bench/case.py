@@ -5,7 +5,7 @@ from typing import Any
 
 from kvcache.spec import CacheSpec
 from transport.config import CHUNK_BYTES, WINDOW_BYTES
-from transport.outgoing import STREAMED_CHUNKS
+from transport.outgoing_pair import STREAMED_CHUNKS
 
 NUM_LAYERS = 8
 NUM_KV_HEADS = 8

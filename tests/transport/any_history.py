@@ -24,9 +24,11 @@ from protos.transfer_pb2 import CellRun, Chunk, Open
 from transport.cell_runs import Cell, cells_of, runs_in, runs_of
 from transport.incoming import Incoming, Remedy, Verdict
 from transport.orders import Code, TransferFailed
-from transport.outgoing import Outgoing, OutgoingPair, Run
+from transport.outgoing import Outgoing
+from transport.outgoing_pair import OutgoingPair
 from transport.plan import pair_plans, sources_of
 from transport.repairs import Ask, Source
+from transport.sealed_runs import Run
 from transport.shipment import Receiving, Sending, Shape
 
 SPEC = CacheSpec.full(num_layers=2, num_kv_heads=3, head_dim=1, block_size=4, dtype="int8")

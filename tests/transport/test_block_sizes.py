@@ -13,7 +13,7 @@ from protos.transfer_pb2 import Open
 from tests.transport.harness import SPEC, WAYS, cluster, network, soon
 from transport.incoming import Incoming
 from transport.orders import Code, TransferFailed
-from transport.outgoing import Run, cut
+from transport.sealed_runs import Run, cut
 from transport.shipment import Shape
 from transport.shipper import Shipper
 

@@ -11,8 +11,9 @@ import pytest
 
 from kvcache.head_map import HeadInterval, HeadMap
 from kvcache.spec import CacheSpec
-from transport.outgoing import OutgoingPair, Run, cut
+from transport.outgoing_pair import OutgoingPair
 from transport.plan import pair_plans
+from transport.sealed_runs import Run, cut
 from transport.shipment import Shape
 
 SIZES = range(1, 10)

@@ -18,7 +18,8 @@ from transport.fault_wire import FaultWire
 from transport.faults import DAMAGES, Faults
 from transport.landing import Lander
 from transport.orders import ShipmentKey
-from transport.outgoing import OutgoingPair, Part
+from transport.outgoing_pair import OutgoingPair
+from transport.sealed_runs import Part
 from transport.shipment import Shape
 
 LARGE = TransportConfig(chunk_bytes=1 << 20, max_damage_share=1.0)  # all layers are one chunk

@@ -5,7 +5,9 @@ import pytest
 from kvcache.spec import CacheSpec
 from transport.messages import MAX_PAYLOAD_BYTES
 from transport.orders import Code, TransferFailed
-from transport.outgoing import MAX_ASKS, Outgoing, OutgoingPair, Part, Run
+from transport.outgoing import Outgoing
+from transport.outgoing_pair import MAX_ASKS, OutgoingPair
+from transport.sealed_runs import Part, Run
 from transport.shipment import Shape
 
 SPEC = CacheSpec.full(num_layers=3, num_kv_heads=2, head_dim=2, block_size=4, dtype="float32")

@@ -35,9 +35,11 @@ from transport.from_prefill import PrefillFrames
 from transport.incoming import Incoming, Verdict
 from transport.loopback_wire import LoopbackWire
 from transport.orders import Code, ShipmentKey, TransferFailed
-from transport.outgoing import Outgoing, OutgoingPair, Part
+from transport.outgoing import Outgoing
+from transport.outgoing_pair import OutgoingPair
 from transport.readers import Readers
 from transport.repairs import Repairs
+from transport.sealed_runs import Part
 from transport.shipment import Receiving, Sending
 
 NUM_HISTORIES = 80  # of 120 events each

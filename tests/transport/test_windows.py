@@ -13,7 +13,7 @@ from tests.transport.broken import SOURCE, TARGET
 from tests.transport.harness import POOL, QUICK, WIRES, cluster, network
 from transport.config import TransportConfig
 from transport.from_prefill import PASSING_WINDOWS
-from transport.outgoing import STREAMED_CHUNKS, OutgoingPair
+from transport.outgoing_pair import STREAMED_CHUNKS, OutgoingPair
 
 
 @pytest.mark.parametrize("wire", ["tcp", POOL])
