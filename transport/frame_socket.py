@@ -48,7 +48,7 @@ class FrameSocket:
         self._reader = FrameReader(sock, unread)
         # Of each call for the writer, in order, what it pours; None of the others.
         self._queue: deque[SocketOutlet | None] = deque()
-        self._room = memoryview(b"")  # in which payloads are built
+        self._room = memoryview(bytearray())  # in which payloads are built
         self._piece = np.empty(0, dtype=np.uint8)
         self._open = True
         self.num_bytes_written = 0  # by the thread

@@ -40,3 +40,19 @@ async def test_a_frame_never_slips_into_a_payload_whose_sender_stopped_waiting()
             await following
         stream.close()
         theirs.close()
+
+
+async def test_a_payload_of_no_bytes_is_filled_and_sent_as_any_other() -> None:
+    ours, theirs = socket.socketpair()
+    stream, frame = FrameSocket(ours), Frame(chunk=Chunk(seq=1))
+
+    def fill(room: memoryview) -> Frame:
+        room[:] = b""
+        return frame
+
+    await stream.load(0, fill)
+    raw = frame.SerializeToString()
+    whole = HEADER.pack(len(raw), 0, INLINE) + raw
+    assert await asyncio.to_thread(read_exactly, theirs, len(whole)) == whole
+    stream.close()
+    theirs.close()
