@@ -65,8 +65,9 @@ class KeptDigests:
                 self._rows.forget(places, ids, *run)
                 return
             self._written[ids] += 1
+            cells = self._cells(ids, heads)
             for place in places:
-                self._known_NLH[:, place][self._cells(ids, heads)] = False
+                self._known_NLH[:, place][cells] = False
 
     def forget_all(self) -> None:
         self.forget(range(len(self._written)))

@@ -1,7 +1,7 @@
 """From live blocks to the wire: the one place where the cache is read for sending."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -166,8 +166,7 @@ def pouring(
 ) -> Pouring:
     """As `gather`, but the payload leaves while it is built, and its frame may leave before."""
     run, key, num_digests = part.run, departure.order.key, _num_digests(departure, heads, part)
-    num_blocks = part.num_layers * len(run.block_ids)
-    count = piece_blocks(num_bytes // num_blocks, num_digests // num_blocks)
+    count = piece_blocks(num_bytes // part.num_blocks, num_digests // part.num_blocks)
     chunk = _chunk(part, num_bytes, piece_blocks=count)
     place = place_of(key, chunk)
     chunk.check = check_of(place, b"")
@@ -231,8 +230,7 @@ def _gather(
     _prove_parts(source, departure, heads, part)
     source, key = _cut(source, departure), departure.order.key
     out, digests = np.frombuffer(room, dtype=np.uint8), _digests(departure, heads, part)
-    each = zip(part.runs, *_by_layer(part, out, digests), strict=True)
-    for run, cells, proofs in each:
+    for run, cells, proofs in _by_layer(part, out, digests):
         where = (run.layer, run.block_ids, heads, run.tail_tokens)
         # What came damaged, or lies damaged, is looked at.
         known = None if part.heads else source.known_digests(*where)
@@ -268,8 +266,7 @@ def _pour(
             raise
     if (room := outlet.rest(digests)) is not None:
         source = _cut(source, departure)
-        each = zip(part.runs, *_by_layer(part, room, digests), strict=True)
-        for run, cells, proofs in each:
+        for run, cells, proofs in _by_layer(part, room, digests):
             where = (run.layer, run.block_ids, heads, run.tail_tokens)
             source.gather_cells(*where, cells, proofs)
     return chunk, seal_of(place, digests) if seal is None else seal
@@ -319,7 +316,7 @@ def _cut(source: Pool, departure: Departure) -> Pool:
 
 def _num_digests(departure: Departure, heads: Sequence[int], part: Part) -> int:
     num_planes = len(departure.shape.layers[part.run.layer].planes)
-    return part.num_layers * len(part.run.block_ids) * len(heads) * num_planes
+    return part.num_blocks * len(heads) * num_planes
 
 
 def _digests(departure: Departure, heads: Sequence[int], part: Part) -> NDArray[np.uint64]:
@@ -328,9 +325,10 @@ def _digests(departure: Departure, heads: Sequence[int], part: Part) -> NDArray[
 
 def _by_layer(
     part: Part, cells: NDArray[np.uint8], digests: NDArray[np.uint64]
-) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
-    """Both as [layers, bytes or cells]."""
-    return cells.reshape(part.num_layers, -1), digests.reshape(part.num_layers, -1)
+) -> Iterable[tuple[Run, NDArray[np.uint8], NDArray[np.uint64]]]:
+    """The run of each layer, and its share of both."""
+    shape = (part.num_layers, -1)
+    return zip(part.runs, cells.reshape(shape), digests.reshape(shape), strict=True)
 
 
 def _chunk(part: Part, num_bytes: int, digests: bytes = b"", piece_blocks: int = 0) -> Chunk:

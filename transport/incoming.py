@@ -327,8 +327,7 @@ class Incoming:
         num_layers, num_blocks, _ = self._claimed_LBH.shape
         if layers.stop > num_layers or not 0 <= first < first + chunk.num_blocks <= num_blocks:
             return False
-        cells = self.shape.layers[layers.start : layers.stop]
-        return len(cells) == 1 or len(set(cells)) == 1
+        return len(set(self.shape.layers[layers.start : layers.stop])) == 1
 
     def _places(self, pair: IncomingPair, chunk: Chunk) -> tuple[slice, slice, slice]:
         """Of a chunk that fits, in the bitmaps."""

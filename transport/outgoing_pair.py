@@ -150,7 +150,7 @@ class OutgoingPair:
         if self.unacked_bytes and self.unacked_bytes + num_bytes > self._window_bytes:
             return None
         run = waiting.take(count)
-        num_layers = 1 + self._follow(run, num_bytes, min(most, reach))
+        num_layers = self._take_layers(run, num_bytes, min(most, reach))
         num_bytes *= num_layers
         part = Part(self.num_chunks, run, num_layers=num_layers)
         self.num_chunks += 1
@@ -234,9 +234,10 @@ class OutgoingPair:
         flight.sent_at, flight.leaving = None, False
         self._again.append(flight.part.seq)
 
-    def _follow(self, run: Run, num_bytes: int, most: int) -> int:
-        """Take the same blocks of the layers behind, too, as many of `num_bytes` each as wait and
-        fit into one chunk of `most` that is stored nowhere. Returns of how many.
+    def _take_layers(self, run: Run, num_bytes: int, most: int) -> int:
+        """Of `run`, which is taken, take the same blocks of the layers behind, too, as many of
+        `num_bytes` each as wait and fit into one chunk of `most` that is stored nowhere. Returns
+        how many layers that makes.
         """
         layers, taken = self.shape.layers, 1
         room = min(most, self._window_bytes - self.unacked_bytes)
@@ -248,7 +249,7 @@ class OutgoingPair:
                 break
             self._waiting[0].take(len(run.block_ids))
             taken += 1
-        return taken - 1
+        return taken
 
     def _has_waiting(self) -> bool:
         """Whether a block waits that decode lacks; runs that it holds already are let go."""

@@ -64,7 +64,11 @@ class Part:
         """One of each layer."""
         return [replace(self.run, layer=layer) for layer in self.layers]
 
+    @property
+    def num_blocks(self) -> int:
+        """Of all layers."""
+        return self.num_layers * len(self.run.block_ids)
+
     def num_bytes(self, shape: Shape, heads: Sequence[int]) -> int:
         """Of its cells, which are of `heads`."""
-        block_bytes = shape.layers[self.run.layer].block_bytes(len(heads))
-        return self.num_layers * len(self.run.block_ids) * block_bytes
+        return self.num_blocks * shape.layers[self.run.layer].block_bytes(len(heads))
