@@ -90,9 +90,9 @@ void gather_cells(char *pool, const layout *at, const int64_t *blocks, int64_t n
 /* Digests alone, of cells that stay where they are: those that lie in one piece are only read, others
  * pass through `room`, which takes one. Of the last block `tail_slots` slots have meaning, 0: all; the
  * rest of it counts as zero. */
-void digest_blocks(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
-                   int64_t tail_slots, char *room, digest_fn digest, uint64_t *digests,
-                   int64_t digest_stride) {
+static void digest_blocks(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
+                          int64_t tail_slots, char *room, digest_fn digest, uint64_t *digests,
+                          int64_t digest_stride) {
     const int64_t cell_bytes = at->num_slots * at->slot_bytes;
     const int dense = at->slot_stride == at->slot_bytes;
     layout some = *at;
@@ -112,6 +112,22 @@ void digest_blocks(char *pool, const layout *at, const int64_t *blocks, int64_t 
                 *found++ = digest_of(cell, cell_bytes, digest);
             }
     }
+}
+
+typedef struct {
+    char *pool;
+    const layout *at;
+    const int64_t *blocks;
+    int64_t num_blocks, tail_slots;
+    char *room;
+    digest_fn digest;
+    uint64_t *digests;
+    int64_t digest_stride;
+} digesting;
+
+void run_digesting(const digesting *it) {
+    digest_blocks(it->pool, it->at, it->blocks, it->num_blocks, it->tail_slots, it->room, it->digest,
+                  it->digests, it->digest_stride);
 }
 
 /* As above, of whole blocks, and all that is kept of each: `digests` and `known` are of all blocks of the
@@ -251,9 +267,9 @@ int64_t send_cells(int fd, void *head, int64_t head_bytes, char *const *pools, i
 }
 
 /* With digests, a cell is written only if it is what its digest says; `bad` is set for the others. */
-void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
-                   const char *cells, int64_t block_stride, digest_fn digest,
-                   const uint64_t *digests, int64_t digest_stride, uint8_t *bad) {
+static void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t num_blocks,
+                          const char *cells, int64_t block_stride, digest_fn digest,
+                          const uint64_t *digests, int64_t digest_stride, uint8_t *bad) {
     const int64_t cell_bytes = at->num_slots * at->slot_bytes;
     for (int64_t b = 0; b < num_blocks; b++) {
         const char *from = cells + b * block_stride;
@@ -271,6 +287,24 @@ void scatter_cells(char *pool, const layout *at, const int64_t *blocks, int64_t 
             }
     }
     finish_copies();
+}
+
+typedef struct {
+    char *pool;
+    const layout *at;
+    const int64_t *blocks;
+    int64_t num_blocks;
+    const char *cells;
+    int64_t block_stride;
+    digest_fn digest;
+    const uint64_t *digests;
+    int64_t digest_stride;
+    uint8_t *bad;
+} scattering;
+
+void run_scattering(const scattering *it) {
+    scatter_cells(it->pool, it->at, it->blocks, it->num_blocks, it->cells, it->block_stride, it->digest,
+                  it->digests, it->digest_stride, it->bad);
 }
 
 enum { AT_ONCE = 128 << 10 };
@@ -342,37 +376,52 @@ int64_t catch_cells(int fd, char *const *pools, int64_t num_layers, const layout
     return taken;
 }
 
+typedef struct {
+    char *from;
+    const layout *theirs;
+    const int64_t *from_blocks;
+    char *to;
+    const layout *ours;
+    const int64_t *to_blocks;
+    int64_t num_blocks, tail_slots;
+    char *room;
+    digest_fn digest;
+    const uint64_t *digests;
+    int64_t digest_stride;
+    uint8_t *bad;
+} moving;
+
 /* From one pool into another, which may be of another layout. What is written is what was digested,
  * whatever becomes of the first pool meanwhile: each cell is copied into `room` once, on the way of
  * its digest, and goes on from there only if it is the one that `digests`, if given, say; `bad` is
  * set for the others. Of the last block `tail_slots` slots have meaning, 0: all. */
-void move_cells(char *from, const layout *theirs, const int64_t *from_blocks, char *to,
-                const layout *ours, const int64_t *to_blocks, int64_t num_blocks,
-                int64_t tail_slots, char *room, digest_fn digest, const uint64_t *digests,
-                int64_t digest_stride, uint8_t *bad) {
+void run_moving(const moving *it) {
+    const layout *theirs = it->theirs, *ours = it->ours;
     const int64_t cell_bytes = ours->num_slots * ours->slot_bytes;
+    const uint64_t *digests = it->digests;
+    char *room = it->room;
     layout one = *theirs;
-    for (int64_t b = 0; b < num_blocks; b++) {
-        const int tail = tail_slots && b + 1 == num_blocks;
-        int64_t row = b * digest_stride;
+    for (int64_t b = 0; b < it->num_blocks; b++) {
+        const int tail = it->tail_slots && b + 1 == it->num_blocks;
+        int64_t row = b * it->digest_stride;
         for (int64_t i = 0; i < ours->hi - ours->lo; i++)
             for (int64_t plane = 0; plane < ours->num_planes; plane++, row++) {
-                const char *cell = cell_of(from, theirs, from_blocks[b], theirs->lo + i, plane);
-                char *place = cell_of(to, ours, to_blocks[b], ours->lo + i, plane);
+                const char *cell = cell_of(it->from, theirs, it->from_blocks[b], theirs->lo + i, plane);
+                char *place = cell_of(it->to, ours, it->to_blocks[b], ours->lo + i, plane);
                 uint64_t found = 0;
                 if (!digests && !tail && theirs->slot_stride == theirs->slot_bytes) {
                     memcpy(room, cell, cell_bytes);
                 } else if (!tail && theirs->slot_stride == theirs->slot_bytes) {
-                    found = copy_and_digest(room, cell, cell_bytes, digest);
+                    found = copy_and_digest(room, cell, cell_bytes, it->digest);
                 } else {
-                    one.num_slots = tail ? tail_slots : theirs->num_slots;
+                    one.num_slots = tail ? it->tail_slots : theirs->num_slots;
                     copy_slots(room, theirs->slot_bytes, cell, theirs->slot_stride, &one);
                     memset(room + one.num_slots * theirs->slot_bytes, 0,
                            cell_bytes - one.num_slots * theirs->slot_bytes);
-                    found = digest_of(room, cell_bytes, digest);
+                    found = digest_of(room, cell_bytes, it->digest);
                 }
                 if (digests && found != digests[row])
-                    bad[row] = 1;
+                    it->bad[row] = 1;
                 else if (ours->slot_stride == ours->slot_bytes)
                     copy_past_caches(place, room, cell_bytes);
                 else

@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kernels.compiled import Unfit, loaded
+from kernels.crew import CCall
 
 SOURCE = Path(__file__).with_name("cells.c")
 SAMPLE = bytes(range(256)) * 5
@@ -43,8 +44,29 @@ class Layout(ctypes.Structure):
     ]
 
 
+def _structure(name: str, fields: str) -> type[ctypes.Structure]:
+    """Of addresses and numbers, all 64 bits wide; see cells.c."""
+    pairs = [(field, ctypes.c_int64) for field in fields.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": pairs})
+
+
+_Scattering = _structure(
+    "_Scattering",
+    "pool at blocks num_blocks cells block_stride digest digests digest_stride bad",
+)
+_Moving = _structure(
+    "_Moving",
+    "from_pool theirs from_blocks to_pool ours to_blocks num_blocks tail_slots room digest digests "
+    "digest_stride bad",
+)
+_Digesting = _structure(
+    "_Digesting",
+    "pool at blocks num_blocks tail_slots room digest digests digest_stride",
+)
+
+
 class HostCells(NamedTuple):
-    """The compiled functions."""
+    """The compiled functions. Those whose names end in -ing answer what makes the call."""
 
     library: ctypes.CDLL
     digest: ctypes.c_void_p
@@ -70,7 +92,7 @@ class HostCells(NamedTuple):
             ctypes.c_void_p(cells.ctypes.data),
             ctypes.c_int64(block_stride),
             self.digest,
-            *_rows(digests),
+            *_rows_at(digests),
         )
 
     def pour(
@@ -171,7 +193,7 @@ class HostCells(NamedTuple):
             )
         )
 
-    def scatter(
+    def scattering(
         self,
         pool: int,
         layout: Layout,
@@ -180,31 +202,27 @@ class HostCells(NamedTuple):
         block_stride: int,
         digests: NDArray[np.uint64] | None = None,
         bad: NDArray[np.bool_] | None = None,
-    ) -> None:
-        """The other way. With `digests`, only cells that are what these say; `bad`, of the same
-        shape, becomes true for the others.
+    ) -> CCall:
+        """The other way of `gather`. With `digests`, only cells that are what these say; `bad`, of
+        the same shape, becomes true for the others.
         """
         assert (digests is None) == (bad is None)
-        self.library.scatter_cells(
-            ctypes.c_void_p(pool),
-            ctypes.byref(layout),
-            ctypes.c_void_p(block_ids.ctypes.data),
-            ctypes.c_int64(len(block_ids)),
-            ctypes.c_void_p(cells.ctypes.data),
-            ctypes.c_int64(block_stride),
-            self.digest,
-            *_rows(digests),
-            ctypes.c_void_p(None if bad is None else bad.ctypes.data),
-        )
+        where = (pool, ctypes.addressof(layout), block_ids.ctypes.data, len(block_ids))
+        proofs, stride = _rows_at(digests)
+        misses = 0 if bad is None else bad.ctypes.data
+        came = (cells.ctypes.data, block_stride, self.digest.value)
+        about = _Scattering(*where, *came, proofs, stride, misses)
+        held = (layout, block_ids, cells, digests, bad)
+        return CCall(self.library.run_scattering, about, *held)
 
-    def move(
+    def moving(
         self,
         theirs: tuple[int, Layout, NDArray[np.int64]],
         ours: tuple[int, Layout, NDArray[np.int64]],
         tail_slots: int,
         digests: NDArray[np.uint64] | None,
         bad: NDArray[np.bool_],
-    ) -> None:
+    ) -> CCall:
         """Cells of another pool into ours, each given as address, layout and blocks: as many heads
         of as many blocks, of cells of one size. With `digests` [blocks, cells of a block], only
         cells that are what these say are written, whatever becomes of the other pool meanwhile;
@@ -213,43 +231,28 @@ class HostCells(NamedTuple):
         (from_pool, from_layout, from_ids), (to_pool, to_layout, to_ids) = theirs, ours
         assert len(from_ids) == len(to_ids) == len(bad)
         room = np.empty(to_layout.num_slots * to_layout.slot_bytes, dtype=np.uint8)
-        self.library.move_cells(
-            ctypes.c_void_p(from_pool),
-            ctypes.byref(from_layout),
-            ctypes.c_void_p(from_ids.ctypes.data),
-            ctypes.c_void_p(to_pool),
-            ctypes.byref(to_layout),
-            ctypes.c_void_p(to_ids.ctypes.data),
-            ctypes.c_int64(len(to_ids)),
-            ctypes.c_int64(tail_slots),
-            ctypes.c_void_p(room.ctypes.data),
-            self.digest,
-            *_rows(digests),
-            ctypes.c_void_p(bad.ctypes.data),
-        )
+        source = (from_pool, ctypes.addressof(from_layout), from_ids.ctypes.data)
+        target = (to_pool, ctypes.addressof(to_layout), to_ids.ctypes.data)
+        through = (len(to_ids), tail_slots, room.ctypes.data, self.digest.value)
+        about = _Moving(*source, *target, *through, *_rows_at(digests), bad.ctypes.data)
+        return CCall(self.library.run_moving, about, theirs, ours, room, digests, bad)
 
-    def digest_blocks(
+    def digesting(
         self,
         pool: int,
         layout: Layout,
         block_ids: NDArray[np.int64],
         tail_slots: int,
         digests: NDArray[np.uint64],
-    ) -> None:
+    ) -> CCall:
         """Into `digests` [blocks, cells of a block], of cells that are only read. `tail_slots` as
         in `pour`.
         """
         room = np.empty(layout.num_slots * layout.slot_bytes, dtype=np.uint8)
-        self.library.digest_blocks(
-            ctypes.c_void_p(pool),
-            ctypes.byref(layout),
-            ctypes.c_void_p(block_ids.ctypes.data),
-            ctypes.c_int64(len(block_ids)),
-            ctypes.c_int64(tail_slots),
-            ctypes.c_void_p(room.ctypes.data),
-            self.digest,
-            *_rows(digests),
-        )
+        where = (pool, ctypes.addressof(layout), block_ids.ctypes.data, len(block_ids))
+        through = (tail_slots, room.ctypes.data, self.digest.value)
+        about = _Digesting(*where, *through, *_rows_at(digests))
+        return CCall(self.library.run_digesting, about, layout, block_ids, room, digests)
 
     def noter(
         self,
@@ -304,13 +307,12 @@ def _count(result: int) -> int:
     return result
 
 
-def _rows(digests: NDArray[np.uint64] | None) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+def _rows_at(digests: NDArray[np.uint64] | None) -> tuple[int, int]:
     """Where the digests are, and how many cells on those of the next block."""
     if digests is None:
-        return ctypes.c_void_p(None), ctypes.c_int64(0)
+        return 0, 0
     assert digests.strides[1] == digests.itemsize
-    stride = digests.strides[0] // digests.itemsize
-    return ctypes.c_void_p(digests.ctypes.data), ctypes.c_int64(stride)
+    return digests.ctypes.data, digests.strides[0] // digests.itemsize
 
 
 @functools.cache
@@ -322,20 +324,16 @@ def load() -> HostCells | None:
     layers = [address, count, *cells[1:4]]
     pour = [number, ctypes.c_char_p, count, *layers, count, count, address, number]
     catch = [number, *layers, count, address, count, number, address, number, number]
-    pool = [address, address, address]
-    move = [*pool, *pool, count, count, address, address, address, count, address]
     return loaded(
         SOURCE,
         signatures={
             "gather_cells": (None, cells),
-            "scatter_cells": (None, [*cells, address]),
-            "digest_blocks": (None, [*cells[:4], count, address, address, address, count]),
             "note_blocks": (None, [*cells[:4], address, *cells[6:], address, count, address]),
             "digest_cells": (None, [address, address, count, count, address]),
             "pour_cells": (count, [*pour, address, address]),
             "send_cells": (count, [*pour, address, address, ctypes.c_uint64]),
             "catch_cells": (count, [*catch, address, address, address]),
-            "move_cells": (None, move),
+            **{f"run_{name}": (None, [address]) for name in ("scattering", "moving", "digesting")},
         },
         make=_tried,
         otherwise="cells are gathered, scattered and digested by numpy, slower",

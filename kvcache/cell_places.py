@@ -111,6 +111,11 @@ class CellPlaces:
             yield Layout(*strides, *cell, lo, hi), taken, taken * num_planes
             taken += hi - lo
 
+    def at(self, layer: int, runs: Sequence[tuple[int, int]]) -> list[tuple[int, Layout]]:
+        """The address of the layer, and how each run of local heads lies there."""
+        address = self.layers[layer].data_ptr()
+        return [(address, layout) for layout, _, _ in self.layouts(layer, runs)]
+
     def head_run(self, layers: range, heads: Sequence[int]) -> HeadRun | None:
         """The same as before for the same heads, which are those of a pair of ranks; None where
         they are no run, or these layers are not alike. Raises ValueError for heads of other ranks.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.crew import Steps, at_once, together
 from kernels.gather_blocks import gather_cells
 from kernels.host_cells import HostCells
 from kvcache.cell_places import CellPlaces, by_block
@@ -124,27 +125,32 @@ class CellReader:
         blocks = (ids_B, tail_tokens or 0, piece_blocks)
         return CellPourer(self._host, run, *blocks, known, _each(compares))
 
-    def digest_cells(
+    def digesting(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         tail_tokens: int | None = None,
-    ) -> NDArray[np.uint64]:
-        """The digests that `gather_cells` would make, [num_cells], for who reads the cells itself
-        and holds them against these. What is kept of whole blocks is not made anew.
+    ) -> Steps[NDArray[np.uint64]]:
+        """The digests that `gather_cells` would make of each of these layers, which are alike,
+        [num_cells], for who reads the cells itself and holds them against these. What is kept of
+        whole blocks is not made anew.
         """
-        ids_B = self._places.checked(block_ids)
-        if self._settled is not None:
-            self._settled.settle(layer, self._places.whole_ids(ids_B))
-        known = self._known(range(layer, layer + 1), ids_B, heads, tail_tokens)
-        return known if known is not None else self._fresh(layer, ids_B, heads, tail_tokens)
+        ids_B, settled = self._places.checked(block_ids), self._settled
+        whole_B = self._places.whole_ids(ids_B)
+        if settled is not None and not all(settled.hold(layer, whole_B) for layer in layers):
+            yield [partial(settled.settle, layer, whole_B) for layer in layers]
+        known = self._known(layers, ids_B, heads, tail_tokens)
+        if known is not None:
+            return known
+        fresh = [self._fresh(layer, ids_B, heads, tail_tokens) for layer in layers]
+        return np.concatenate((yield from together(fresh)))
 
     def prove_blocks(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None:
         """Read these whole blocks: raises BlockRotten for those that are not what is kept of them.
         For who goes on to read parts of them, of which nothing is kept.
         """
-        self._fresh(layer, self._places.checked(block_ids), heads, None)
+        at_once(self._fresh(layer, self._places.checked(block_ids), heads, None))
 
     def known_digests(
         self,
@@ -153,7 +159,7 @@ class CellReader:
         heads: Sequence[int],
         tail_tokens: int | None = None,
     ) -> NDArray[np.uint64] | None:
-        """As `digest_cells`, if that takes but a moment: of whole blocks those that are kept, and
+        """As `digesting`, if that takes but a moment: of whole blocks those that are kept, and
         only a tail is read. None if some are not.
         """
         ids_B = self._places.checked(block_ids)
@@ -187,24 +193,27 @@ class CellReader:
         known_LBHP = self._kept.known(layers, whole_B, self._places.local(heads))
         if known_LBHP is None or tail_tokens is None:
             return None if known_LBHP is None else known_LBHP.reshape(-1)
-        tails = [self._fresh(layer, ids_B[-1:], heads, tail_tokens) for layer in layers]
+        tails = [at_once(self._fresh(layer, ids_B[-1:], heads, tail_tokens)) for layer in layers]
         known_LC = known_LBHP.reshape(len(layers), -1)
         return np.concatenate((known_LC, np.stack(tails)), axis=1).reshape(-1)
 
     def _fresh(
         self, layer: int, ids_B: NDArray[np.int64], heads: Sequence[int], tail_tokens: int | None
-    ) -> NDArray[np.uint64]:
+    ) -> Steps[NDArray[np.uint64]]:
         """Made now, whatever is kept, and compared with that or kept; of a tail they are not."""
         num_cells, _ = self._places.block(layer, heads)
         digests = np.empty(len(ids_B) * num_cells, dtype=np.uint64)
         if self._host is None:
-            self.gather_cells(layer, ids_B.tolist(), heads, tail_tokens, digests=digests)
+            where = (layer, ids_B.tolist(), heads, tail_tokens)
+            yield [partial(self.gather_cells, *where, digests=digests)]
             return digests
         compare = self._comparison(layer, ids_B, heads, tail_tokens)
         pool, tail = self._places.layers[layer].data_ptr(), tail_tokens or 0
-        digests_BN = digests.reshape(len(ids_B), -1)
-        for layout, _, first in self._places.layouts(layer, self._places.local_runs(heads)):
-            self._host.digest_blocks(pool, layout, ids_B, tail, digests_BN[:, first:])
+        digests_BN, runs = digests.reshape(len(ids_B), -1), self._places.local_runs(heads)
+        yield [
+            self._host.digesting(pool, layout, ids_B, tail, digests_BN[:, first:])
+            for layout, _, first in self._places.layouts(layer, runs)
+        ]
         compare(digests)
         return digests
 

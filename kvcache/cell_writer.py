@@ -5,13 +5,14 @@ forgotten before and, as another thread may be reading them, again after.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.crew import Steps
 from kernels.host_cells import HostCells
 from kernels.scatter_blocks import scatter_cells
 from kvcache.cell_catcher import CellCatcher
@@ -42,14 +43,14 @@ class CellWriter:
         self._on_device = on_device
         self._reader = reader
 
-    def scatter_cells(
+    def scattering(
         self,
         layer: int,
         block_ids: Sequence[int],
         heads: Sequence[int],
         cells: bytes | bytearray | memoryview | NDArray[np.uint8],
         digests: NDArray[np.uint64] | None = None,
-    ) -> NDArray[np.intp]:
+    ) -> Steps[NDArray[np.intp]]:
         """Write the cells of `heads` (ascending) into `block_ids`, in the order they are gathered.
 
         With `digests` [num_cells], only the cells that are what these say are written; returned
@@ -57,36 +58,36 @@ class CellWriter:
         exactly as many bytes as that.
         """
         ids_B, runs = self._places.checked(block_ids), self._places.local_runs(heads)
-        write = partial(self._scatter, layer, ids_B, heads, runs, cells, digests)
-        return self._noted(layer, ids_B, heads, digests, write)
+        write = self._scatter(layer, ids_B, heads, runs, cells, digests)
+        layers = range(layer, layer + 1)
+        return (yield from self._noted(layers, ids_B, heads, digests, write))
 
-    def take_cells(
+    def taking(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         cells: MappedCells,
         digests: NDArray[np.uint64] | None = None,
-    ) -> NDArray[np.intp]:
-        """As `scatter_cells`, with the cells of another process's pool, whatever becomes of that
-        meanwhile: what is written is what has been digested. Of cells that do not lie there, or
-        not in this shape, none is written.
+    ) -> Steps[NDArray[np.intp]]:
+        """As `scattering`, with the cells of another process's pool, the same blocks of these
+        layers, which are alike, whatever becomes of that meanwhile: what is written is what has
+        been digested. Of cells that do not lie there, or not in this shape, none is written.
         """
-        places, host = self._places, self._host
-        pool_NPHSD, ids_B = places.layers[layer], places.checked(block_ids)
-        shape = (len(ids_B), len(heads), pool_NPHSD.shape[1])
-        runs, first_head = places.local_runs(heads), places.kv_heads.start
-        at = [(pool_NPHSD.data_ptr(), layout) for layout, _, _ in places.layouts(layer, runs)]
-        if host is None or not cells.fit(layer, first_head, at, ids_B):
+        places, host, ids_B = self._places, self._host, self._places.checked(block_ids)
+        num_planes, runs = places.layers[layers[0]].shape[1], places.local_runs(heads)
+        shape = (len(layers) * len(ids_B), len(heads), num_planes)
+        at = {layer: places.at(layer, runs) for layer in layers}
+        if host is None or not cells.fit(places.kv_heads.start, at, ids_B):
             return np.arange(math.prod(shape))
 
-        def write() -> NDArray[np.intp]:
+        def write() -> Steps[NDArray[np.intp]]:
             proofs_BN = by_block(digests, shape)
             bad_BN = np.zeros((shape[0], shape[1] * shape[2]), dtype=np.bool_)
-            cells.move(host, layer, first_head, at, ids_B, proofs_BN, bad_BN)
+            yield cells.moves(host, places.kv_heads.start, at, ids_B, proofs_BN, bad_BN)
             return np.flatnonzero(bad_BN)
 
-        return self._noted(layer, ids_B, heads, digests, write)
+        return (yield from self._noted(layers, ids_B, heads, digests, write()))
 
     def catcher(
         self,
@@ -113,21 +114,20 @@ class CellWriter:
 
     def _noted(
         self,
-        layer: int,
+        layers: range,
         ids_B: NDArray[np.int64],
         heads: Sequence[int],
         digests: NDArray[np.uint64] | None,
-        write: Callable[[], NDArray[np.intp]],
-    ) -> NDArray[np.intp]:
+        write: Steps[NDArray[np.intp]],
+    ) -> Steps[NDArray[np.intp]]:
         """Have `write` write these cells; it answers which are bad, and what is good is kept."""
         touched, local = self._places.whole_ids(ids_B), self._places.local(heads)
-        layers = range(layer, layer + 1)
         self._kept.forget_cells(layers, touched, local)
-        bad = write()
+        bad = yield from write
         if digests is None or self._places.parts > 1:
             self._kept.forget_cells(layers, touched, local)
             return bad
-        shape, good_LBH = (1, len(ids_B), len(heads), -1), None
+        shape, good_LBH = (len(layers), len(ids_B), len(heads), -1), None
         if len(bad):
             good = np.ones(len(digests), np.bool_)
             good[bad] = False
@@ -143,8 +143,8 @@ class CellWriter:
         runs: Sequence[tuple[int, int]],
         cells: bytes | bytearray | memoryview | NDArray[np.uint8],
         digests: NDArray[np.uint64] | None,
-    ) -> NDArray[np.intp]:
-        """As `scatter_cells`, of heads that are these `runs`."""
+    ) -> Steps[NDArray[np.intp]]:
+        """As `scattering`, of heads that are these `runs`, without noting it."""
         num_planes = self._places.layers[layer].shape[1]
         shape = (len(ids_B), len(heads), num_planes, self._places.cell_bytes(layer))
         raw, want = np.frombuffer(cells, dtype=np.uint8), math.prod(shape)
@@ -154,9 +154,12 @@ class CellWriter:
                 f"not {raw.nbytes}"
             )
         cells_BHPC = raw.reshape(shape)
-        if self._host is not None:
-            return self._by_host(self._host, layer, ids_B, runs, cells_BHPC, digests)
-        return self._by_device_or_torch(layer, ids_B, heads, runs, cells_BHPC, digests)
+        if self._host is None:
+            where = (layer, ids_B, heads, runs)
+            work = partial(self._by_device_or_torch, *where, cells_BHPC, digests)
+            bad: NDArray[np.intp] = (yield [work])[0]
+            return bad
+        return (yield from self._by_host(self._host, layer, ids_B, runs, cells_BHPC, digests))
 
     def _by_host(
         self,
@@ -166,16 +169,19 @@ class CellWriter:
         runs: Sequence[tuple[int, int]],
         cells_BHPC: NDArray[np.uint8],
         digests: NDArray[np.uint64] | None,
-    ) -> NDArray[np.intp]:
+    ) -> Steps[NDArray[np.intp]]:
         num_blocks, num_heads, num_planes, _ = cells_BHPC.shape
         digests_BN = by_block(digests, cells_BHPC.shape)
         bad_BN = np.zeros((num_blocks, num_heads * num_planes), dtype=np.bool_)
         address, stride = self._places.layers[layer].data_ptr(), cells_BHPC.strides[0]
+        calls = []
         for layout, taken, first in self._places.layouts(layer, runs):
             proofs_BN = None if digests_BN is None else digests_BN[:, first:]
             misses_BN = None if digests_BN is None else bad_BN[:, first:]
             source = (cells_BHPC[:, taken:], stride)
-            host.scatter(address, layout, ids_B, *source, proofs_BN, misses_BN)
+            where = (address, layout, ids_B, *source)
+            calls.append(host.scattering(*where, proofs_BN, misses_BN))
+        yield calls
         return np.flatnonzero(bad_BN)
 
     def _by_device_or_torch(

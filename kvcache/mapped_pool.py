@@ -2,16 +2,17 @@
 
 Its owner says where its cells are (`PoolMap`), which is checked against the size of the memory
 before it is believed. Nor is what is read: the owner may have given its blocks to somebody else
-meanwhile, so a cell is taken only if it is what its digest says (`PoolCells.take_cells`).
+meanwhile, so a cell is taken only if it is what its digest says (`PoolCells.taking`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels import host_cells
+from kernels.crew import CCall
 from kvcache.head_map import HeadInterval
 from kvcache.shared_memory import SharedMemory
 from kvcache.spec import CacheSpec
@@ -118,38 +119,43 @@ class MappedCells:
     tail_tokens: int | None  # that the last block holds, when it is not full
 
     def fit(
-        self, layer: int, first_head: int, ours: Sequence[Place], ids_B: NDArray[np.int64]
+        self, first_head: int, ours: Mapping[int, Sequence[Place]], ids_B: NDArray[np.int64]
     ) -> bool:
-        """Whether there is a cell there for each of ours, and of its size."""
-        theirs = self._places(layer, first_head, ours)
+        """Whether there is a cell there for each of ours, by layer, and of its size."""
         return len(self.ids_B) == len(ids_B) and all(
-            place is not None
-            and (place[1].num_slots, place[1].slot_bytes) == (layout.num_slots, layout.slot_bytes)
-            for place, (_, layout) in zip(theirs, ours, strict=True)
+            theirs is not None
+            and (theirs[1].num_slots, theirs[1].slot_bytes) == (layout.num_slots, layout.slot_bytes)
+            for layer, own in ours.items()
+            for theirs, (_, layout) in zip(self._places(layer, first_head, own), own, strict=True)
         )
 
-    def move(
+    def moves(
         self,
         host: host_cells.HostCells,
-        layer: int,
         first_head: int,
-        ours: Sequence[Place],
+        ours: Mapping[int, Sequence[Place]],
         ids_B: NDArray[np.int64],
         digests_BN: NDArray[np.uint64] | None,
         bad_BN: NDArray[np.bool_],
-    ) -> None:
-        """Into each of `ours`, runs of heads of a rank that begins with `first_head`; they `fit`.
-        What is written, and what is bad, is as `HostCells.move` has it.
+    ) -> list[CCall]:
+        """Into each of `ours`, by layer runs of heads of a rank that begins with `first_head`; they
+        `fit`. What is written, and what is bad, is as `HostCells.moving` has it, of one layer after
+        the other.
         """
-        first = 0
-        for place, (address, layout) in zip(
-            self._places(layer, first_head, ours), ours, strict=True
-        ):
-            assert place is not None
-            proofs_BN = None if digests_BN is None else digests_BN[:, first:]
-            source, target = (*place, self.ids_B), (address, layout, ids_B)
-            host.move(source, target, self.tail_tokens or 0, proofs_BN, bad_BN[:, first:])
-            first += (layout.hi - layout.lo) * layout.num_planes
+        calls, row, tail_slots = [], 0, self.tail_tokens or 0
+        for layer, own in ours.items():
+            rows, first = slice(row, row + len(ids_B)), 0
+            for place, (address, layout) in zip(
+                self._places(layer, first_head, own), own, strict=True
+            ):
+                assert place is not None
+                proofs_BN = None if digests_BN is None else digests_BN[rows, first:]
+                source, target = (*place, self.ids_B), (address, layout, ids_B)
+                misses_BN = bad_BN[rows, first:]
+                calls.append(host.moving(source, target, tail_slots, proofs_BN, misses_BN))
+                first += (layout.hi - layout.lo) * layout.num_planes
+            row += len(ids_B)
+        return calls
 
     def _places(self, layer: int, first_head: int, ours: Sequence[Place]) -> list[Place | None]:
         return [

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels import host_cells
+from kernels.crew import Steps, at_once
 from kvcache.cell_catcher import CellCatcher
 from kvcache.cell_places import CellPlaces
 from kvcache.cell_pourer import CellPourer
@@ -50,7 +51,7 @@ class PoolCells:
 
     @property
     def takes_cells(self) -> bool:
-        """Whether `take_cells` can read them where another process has them."""
+        """Whether `taking` can read them where another process has them."""
         return self._on_host
 
     def streams(self, heads: Sequence[int]) -> bool:
@@ -83,6 +84,16 @@ class PoolCells:
         where = (layers, block_ids, heads, tail_tokens, piece_blocks)
         return self._reader.pourer(*where, suspect=suspect)
 
+    def digesting(
+        self,
+        layers: range,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        tail_tokens: int | None = None,
+    ) -> Steps[NDArray[np.uint64]]:
+        """As `CellReader`."""
+        return self._reader.digesting(layers, block_ids, heads, tail_tokens)
+
     def digest_cells(
         self,
         layer: int,
@@ -90,8 +101,9 @@ class PoolCells:
         heads: Sequence[int],
         tail_tokens: int | None = None,
     ) -> NDArray[np.uint64]:
-        """As `CellReader`."""
-        return self._reader.digest_cells(layer, block_ids, heads, tail_tokens)
+        """`digesting`, of one layer, at once."""
+        layers = range(layer, layer + 1)
+        return at_once(self.digesting(layers, block_ids, heads, tail_tokens))
 
     def prove_blocks(self, layer: int, block_ids: Sequence[int], heads: Sequence[int]) -> None:
         """As `CellReader`."""
@@ -111,17 +123,16 @@ class PoolCells:
         """As `CellReader`."""
         self._reader.note_cells(layer, block_ids)
 
-    def are_settled(self, layer: int, block_ids: Sequence[int]) -> bool:
-        """Whether `settle_cells` has nothing left to do for these."""
-        return self._settled is None or self._settled.hold(layer, self._whole_ids(block_ids))
-
-    def settle_cells(self, layer: int, block_ids: Sequence[int]) -> None:
-        """Whoever is about to read these blocks in a shown pool shall find them in huge pages."""
-        if self._settled is not None:
-            self._settled.settle(layer, self._whole_ids(block_ids))
-
-    def _whole_ids(self, block_ids: Sequence[int]) -> NDArray[np.int64]:
-        return self._places.whole_ids(np.asarray(block_ids, dtype=np.int64))
+    def scattering(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: bytes | bytearray | memoryview | NDArray[np.uint8],
+        digests: NDArray[np.uint64] | None = None,
+    ) -> Steps[NDArray[np.intp]]:
+        """As `CellWriter`."""
+        return self._writer.scattering(layer, block_ids, heads, cells, digests)
 
     def scatter_cells(
         self,
@@ -131,8 +142,19 @@ class PoolCells:
         cells: bytes | bytearray | memoryview | NDArray[np.uint8],
         digests: NDArray[np.uint64] | None = None,
     ) -> NDArray[np.intp]:
+        """`scattering`, at once."""
+        return at_once(self.scattering(layer, block_ids, heads, cells, digests))
+
+    def taking(
+        self,
+        layers: range,
+        block_ids: Sequence[int],
+        heads: Sequence[int],
+        cells: MappedCells,
+        digests: NDArray[np.uint64] | None = None,
+    ) -> Steps[NDArray[np.intp]]:
         """As `CellWriter`."""
-        return self._writer.scatter_cells(layer, block_ids, heads, cells, digests)
+        return self._writer.taking(layers, block_ids, heads, cells, digests)
 
     def take_cells(
         self,
@@ -142,8 +164,9 @@ class PoolCells:
         cells: MappedCells,
         digests: NDArray[np.uint64] | None = None,
     ) -> NDArray[np.intp]:
-        """As `CellWriter`."""
-        return self._writer.take_cells(layer, block_ids, heads, cells, digests)
+        """`taking`, of one layer, at once."""
+        layers = range(layer, layer + 1)
+        return at_once(self.taking(layers, block_ids, heads, cells, digests))
 
     def catcher(
         self,

@@ -24,6 +24,11 @@ class Bell:
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._hear)
 
+    @property
+    def fd(self) -> int:
+        """An eventfd, for who rings it without us; -1 where there is none."""
+        return self._fd
+
     def ring(self) -> None:
         """Any thread, until it is closed."""
         if self._rung:

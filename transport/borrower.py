@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.crew import at_once
 from kvcache.cells import digests_from_bytes
 from kvcache.head_map import HeadInterval
 from kvcache.ledger import Ledger
@@ -298,5 +299,5 @@ class Borrower:
             return frozenset(every)
         cells = np.frombuffer(part.payload, dtype=np.uint8)
         proofs = digests_from_bytes(part.digests)
-        bad = self._sink.scatter_cells(run.layer, block_ids, heads, cells, proofs)
+        bad = at_once(self._sink.scattering(run.layer, block_ids, heads, cells, proofs))
         return frozenset(every[row // num_planes] for row in bad.tolist())

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.crew import Steps, at_once
 from kvcache.cell_pourer import CellPourer
 from kvcache.cells import digests_to_bytes
 from kvcache.kept_digests import BlockRotten
@@ -56,13 +57,13 @@ class Pool(CellSource, Protocol):
 
     def cut(self, block_size: int) -> "Pool": ...
 
-    def digest_cells(
+    def digesting(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         tail_tokens: int | None = None,
-    ) -> NDArray[np.uint64]: ...
+    ) -> Steps[NDArray[np.uint64]]: ...
 
     def known_digests(
         self,
@@ -71,8 +72,6 @@ class Pool(CellSource, Protocol):
         heads: Sequence[int],
         tail_tokens: int | None = None,
     ) -> NDArray[np.uint64] | None: ...
-
-    def are_settled(self, layer: int, block_ids: Sequence[int]) -> bool: ...
 
     def streams(self, heads: Sequence[int]) -> bool: ...
 
@@ -153,7 +152,7 @@ def gather(
     A transfer given up meanwhile is not read from: its end waits for this call to return.
     """
     work = partial(_gather, source, departure, heads, part, room)
-    return _read(departure, rank, part, work)
+    return at_once(_read(departure, rank, part, _call(work)))
 
 
 def pouring(
@@ -177,50 +176,37 @@ def pouring(
 
     def pour(outlet: Outlet) -> int | None:
         work = partial(_pour, source, departure, heads, part, chunk, place, pourer, seal, outlet)
-        return _read(departure, rank, part, work)
+        return at_once(_read(departure, rank, part, _call(work)))
 
     return Pouring(Frame(key=key.to_proto(), chunk=chunk), num_bytes, num_digests, pour)
 
 
 def point(
-    source: Pool,
-    departure: Departure,
-    rank: int,
-    heads: Sequence[int],
-    part: Part,
-    digests: NDArray[np.uint64] | None = None,
-) -> Frame | None:
-    """As `gather`, but no payload is built: the frame says where decode finds the cells."""
-    return _read(departure, rank, part, partial(_point, source, departure, heads, part, digests))
-
-
-def known_digests(
-    source: Pool, departure: Departure, heads: Sequence[int], part: Part
-) -> NDArray[np.uint64] | None:
-    """Those of a chunk, if they are at hand: `point` then reads nothing, and takes but a moment."""
-    found = []
-    for run in part.runs:
-        if departure.shape.parts > 1 or not source.are_settled(run.layer, run.block_ids):
-            return None
-        known = source.known_digests(run.layer, run.block_ids, heads, run.tail_tokens)
-        if known is None:
-            return None
-        found.append(known)
-    return np.concatenate(found)
+    source: Pool, departure: Departure, rank: int, heads: Sequence[int], part: Part
+) -> Steps[Frame | None]:
+    """As `gather`, but no payload is built: the frame says where decode finds the cells. Where
+    their digests are known, nothing is read, and it takes but a moment.
+    """
+    return _read(departure, rank, part, _point(source, departure, heads, part))
 
 
 def _read(
-    departure: Departure, rank: int, part: Part, work: Callable[[], tuple[Chunk, T]]
-) -> T | None:
+    departure: Departure, rank: int, part: Part, work: Steps[tuple[Chunk, T]]
+) -> Steps[T | None]:
     with departure.readers.inside() as wanted:
         if not wanted:
             return None
         departure.book.gathering(rank, part.seq)
         try:
-            chunk, made = work()
+            chunk, made = yield from work
         finally:
             departure.book.gathered(rank, part.seq)
         departure.book.sent(rank, chunk)  # before the end, which may come with leaving
+    return made
+
+
+def _call(work: Callable[[], T]) -> Steps[T]:
+    made: T = (yield [work])[0]
     return made
 
 
@@ -273,18 +259,13 @@ def _pour(
 
 
 def _point(
-    source: Pool,
-    departure: Departure,
-    heads: Sequence[int],
-    part: Part,
-    digests: NDArray[np.uint64] | None,
-) -> tuple[Chunk, Frame]:
+    source: Pool, departure: Departure, heads: Sequence[int], part: Part
+) -> Steps[tuple[Chunk, Frame]]:
     run, key = part.run, departure.order.key
-    if digests is None:
-        _prove_parts(source, departure, heads, part)
-        cells = _cut(source, departure)
-        made = [cells.digest_cells(r.layer, r.block_ids, heads, r.tail_tokens) for r in part.runs]
-        digests = np.concatenate(made)
+    if departure.shape.parts > 1:
+        yield [partial(_prove_parts, source, departure, heads, part)]
+    cells = _cut(source, departure)
+    digests = yield from cells.digesting(part.layers, run.block_ids, heads, run.tail_tokens)
     num_bytes = part.num_bytes(departure.shape, heads)
     chunk = _chunk(part, num_bytes, digests=digests_to_bytes(digests))
     chunk.pool_blocks = np.array(run.block_ids, dtype="<i8").tobytes()

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.crew import Steps, at_once, together
 from kvcache.cell_catcher import CellCatcher
 from kvcache.cells import bad_cells, digests_from_bytes
 from kvcache.mapped_pool import MappedCells
@@ -19,13 +20,13 @@ from protos.transfer_pb2 import CellRun, Chunk, Frame
 from transport.books import ReceivingBook
 from transport.cell_runs import Cell, cells_of, layers_of, runs_of
 from transport.chunk_check import place_of, seal_of
+from transport.copiers import Copiers
 from transport.incoming import Incoming
 from transport.link import Inlet, LinkClosed
 from transport.orders import Receipt, ReceiptOrder
 from transport.pieces import GIVEN_UP, piece_blocks
 from transport.port import Port
 from transport.quarantine import LinkName
-from transport.threads import Threads
 
 Given = memoryview | MappedCells | None  # cells that came, or where they lie
 
@@ -40,23 +41,23 @@ class CellSink(Protocol):
         """The same cells, in smaller blocks."""
         ...
 
-    def scatter_cells(
+    def scattering(
         self,
         layer: int,
         block_ids: Sequence[int],
         heads: Sequence[int],
         cells: NDArray[np.uint8],
         digests: NDArray[np.uint64] | None = None,
-    ) -> NDArray[np.intp]: ...
+    ) -> Steps[NDArray[np.intp]]: ...
 
-    def take_cells(
+    def taking(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         cells: MappedCells,
         digests: NDArray[np.uint64],
-    ) -> NDArray[np.intp]: ...
+    ) -> Steps[NDArray[np.intp]]: ...
 
 
 @runtime_checkable
@@ -120,7 +121,7 @@ class Landing:
 class Lander:
     """Copying threads at work for landings."""
 
-    def __init__(self, sink: CellSink, copiers: Threads) -> None:
+    def __init__(self, sink: CellSink, copiers: Copiers) -> None:
         self._sink = sink
         self._catching = sink if isinstance(sink, CatchingSink) else None
         self._copiers = copiers
@@ -128,9 +129,8 @@ class Lander:
     def land(
         self, landing: Landing, runs: Sequence[CellRun], digests: bytes, payload: Given
     ) -> "asyncio.Future[Landed]":
-        """`land` in a thread. The caller takes the job off `landing.jobs` when it is done."""
-        work = partial(land, self._sink, landing, runs, digests, payload)
-        job = self._copiers.do(work)
+        """As `land`. The caller takes the job off `landing.jobs` when it is done."""
+        job = self._copiers.go_through(land(self._sink, landing, runs, digests, payload))
         landing.jobs.add(job)
         return job
 
@@ -211,49 +211,90 @@ def catch(landing: Landing, runs: Sequence[CellRun], chunk: Chunk, catcher: Catc
 
 def land(
     sink: CellSink, landing: Landing, runs: Sequence[CellRun], digests: bytes, payload: Given
-) -> Landed:
-    """In a copying thread: verify the cells of these runs, of the same blocks and heads in layers
-    that are alike, and scatter the good ones.
+) -> Steps[Landed]:
+    """By the copying threads: verify the cells of these runs, of the same blocks and heads in
+    layers that are alike, and scatter the good ones.
 
-    A transfer given up before is not written to, and an abort waits for this call to return.
+    A transfer given up before is not written to, and an abort waits for the end of these steps.
     """
     if landing.incoming.failure is not None:
         return Landed(written=False)
-    given = [_share_of(landing, runs, i, digests, payload) for i in range(len(runs))]
-    landed = [_land(sink, landing, run, *own) for run, own in zip(runs, given, strict=True)]
+    if isinstance(payload, MappedCells):
+        return (yield from _take(sink, landing, runs, payload, digests))
+    came = payload if payload is not None else memoryview(b"")
+    given = [_share_of(landing, runs, i, digests, came) for i in range(len(runs))]
+    lands = [_land(sink, landing, run, *own) for run, own in zip(runs, given, strict=True)]
+    landed = yield from together(lands)
     damage = next((one.damage for one in landed if one.damage), "")
     return Landed(damage=damage, bad={cell: why for one in landed for cell, why in one.bad.items()})
 
 
 def _share_of(
-    landing: Landing, runs: Sequence[CellRun], i: int, digests: bytes, payload: Given
-) -> tuple[bytes, Given]:
+    landing: Landing, runs: Sequence[CellRun], i: int, digests: bytes, payload: memoryview
+) -> tuple[bytes, memoryview]:
     """Digests and cells of the `i`th run; the last has what is too much, or too little."""
     run, layer = runs[i], landing.incoming.shape.layers[runs[i].layer]
     num_rows, last = run.num_blocks * len(run.heads) * len(layer.planes), i == len(runs) - 1
     proofs = digests[8 * num_rows * i : None if last else 8 * num_rows * (i + 1)]
-    if not isinstance(payload, memoryview):
-        return proofs, payload
     num_bytes = num_rows * layer.cell_bytes
     return proofs, payload[num_bytes * i : None if last else num_bytes * (i + 1)]
 
 
-def _land(sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload: Given) -> Landed:
-    """As `land`, of one run."""
+def _land(
+    sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload: memoryview
+) -> Steps[Landed]:
+    """As `land`, of one run. One pass over the payload: each plane of a cell goes into its block if
+    it is what its digest says.
+    """
     layer = landing.incoming.shape.layers[run.layer]
     num_rows = run.num_blocks * len(run.heads) * len(layer.planes)
-    if isinstance(payload, MappedCells) and len(digests) != 8 * num_rows:
-        payload = None
-    payload = payload if payload is not None else memoryview(b"")
-    if isinstance(payload, MappedCells):
-        rows, size, payload = _take(sink, landing, run, payload, digests), "", memoryview(b"")
-    elif len(digests) == 8 * num_rows and payload.nbytes == num_rows * layer.cell_bytes:
-        rows, size = _scatter_proved(sink, landing, run, payload, digests), ""
-    else:
-        rows, size = bad_rows(payload, digests, num_rows, layer.cell_bytes)
+    if (len(digests), payload.nbytes) != (8 * num_rows, num_rows * layer.cell_bytes):
+        odd: Landed = (yield [partial(_land_odd, sink, landing, run, digests, payload)])[0]
+        return odd
+    sink, ids = _place(sink, landing, run)
+    cells, proofs = np.frombuffer(payload, dtype=np.uint8), digests_from_bytes(digests)
+    rows = yield from sink.scattering(run.layer, ids, run.heads, cells, proofs)
+    return (yield from _noting(landing, [run], rows))
+
+
+def _take(
+    sink: CellSink,
+    landing: Landing,
+    runs: Sequence[CellRun],
+    cells: MappedCells,
+    digests: bytes,
+) -> Steps[Landed]:
+    """As `land`, out of the pool in which the cells lie."""
+    run, layer = runs[0], landing.incoming.shape.layers[runs[0].layer]
+    num_rows = len(runs) * run.num_blocks * len(run.heads) * len(layer.planes)
+    if len(digests) != 8 * num_rows:
+        rows, why = bad_rows(memoryview(b""), digests, num_rows, layer.cell_bytes)
+        return (yield from _noting(landing, runs, rows, why))
+    sink, ids = _place(sink, landing, run)
+    layers = range(run.layer, run.layer + len(runs))
+    rows = yield from sink.taking(layers, ids, run.heads, cells, digests_from_bytes(digests))
+    return (yield from _noting(landing, runs, rows))
+
+
+def _noting(
+    landing: Landing, runs: Sequence[CellRun], rows: NDArray[np.intp], why: str = ""
+) -> Steps[Landed]:
+    """As `_landed`, which may take long if there are such rows."""
+    if not len(rows):
+        return Landed()
+    landed: Landed = (yield [partial(_landed, landing, runs, rows, why)])[0]
+    return landed
+
+
+def _land_odd(
+    sink: CellSink, landing: Landing, run: CellRun, digests: bytes, payload: memoryview
+) -> Landed:
+    """As `land`, of a payload that is not of the right size, or whose digests are not."""
+    layer = landing.incoming.shape.layers[run.layer]
+    num_rows = run.num_blocks * len(run.heads) * len(layer.planes)
+    rows, size = bad_rows(payload, digests, num_rows, layer.cell_bytes)
     landed = _landed(landing, [run], rows, size)
-    if size:
-        _scatter(sink, landing, run, payload, landed.bad)
+    _scatter(sink, landing, run, payload, landed.bad)
     return landed
 
 
@@ -289,34 +330,12 @@ def bad_rows(
     return np.concatenate((bad, np.arange(whole, num_rows))), size
 
 
-def _take(
-    sink: CellSink, landing: Landing, run: CellRun, cells: MappedCells, digests: bytes
-) -> NDArray[np.intp]:
-    """As `_scatter_proved`, out of the pool in which the cells lie."""
-    sink, ids, proofs = _place(sink, landing, run, digests)
-    return sink.take_cells(run.layer, ids, run.heads, cells, proofs)
-
-
-def _scatter_proved(
-    sink: CellSink, landing: Landing, run: CellRun, payload: memoryview, digests: bytes
-) -> NDArray[np.intp]:
-    """One pass over the payload: each plane of a cell goes into its block if it is what its digest
-    says. Returns the rows that are not.
-    """
-    sink, ids, proofs = _place(sink, landing, run, digests)
-    cells = np.frombuffer(payload, dtype=np.uint8)
-    return sink.scatter_cells(run.layer, ids, run.heads, cells, proofs)
-
-
-def _place(
-    sink: CellSink, landing: Landing, run: CellRun, digests: bytes
-) -> tuple[CellSink, Sequence[int], NDArray[np.uint64]]:
-    """What a run is written to, in which of its blocks, and its digests as numbers."""
+def _place(sink: CellSink, landing: Landing, run: CellRun) -> tuple[CellSink, Sequence[int]]:
+    """What a run is written to, and in which of its blocks."""
     shape, first = landing.incoming.shape, run.first_block
     if shape.parts > 1:
         sink = sink.cut(shape.block_size)
-    ids = shape.part_ids(landing.order.block_table, first, first + run.num_blocks)
-    return sink, ids, digests_from_bytes(digests)
+    return sink, shape.part_ids(landing.order.block_table, first, first + run.num_blocks)
 
 
 def _scatter(
@@ -336,4 +355,4 @@ def _scatter(
             [np.frombuffer(payload[row * width : (row + 1) * width], np.uint8) for row in rows]
         )
         ids = shape.part_ids(table, good.first_block, good.first_block + good.num_blocks)
-        sink.scatter_cells(good.layer, ids, good.heads, cells)
+        at_once(sink.scattering(good.layer, ids, good.heads, cells))

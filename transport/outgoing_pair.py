@@ -15,7 +15,9 @@ from transport.pulse import due_at
 from transport.sealed_runs import Part, Run
 from transport.shipment import Shape
 
-STREAMED_CHUNKS = 4  # as one, where it is stored nowhere: each costs both ends some Python
+# As one, where it is stored nowhere, as each costs both ends some Python: where it leaves in
+# pieces, and where decode reads it in prefill's pool, and begins only when it is told of all.
+STREAMED_CHUNKS, SHOWN_CHUNKS = 4, 2
 MAX_ASKS = 16  # for one chunk, repeated questions included
 MAX_CELLS_AGAIN = 1024  # parts that wait; who asked for more than that will ask again
 
@@ -63,7 +65,7 @@ class OutgoingPair:
     heads: tuple[int, ...]
     shape: Shape
     chunk_bytes: int
-    streams: bool = False  # a chunk goes out from where it lies, and is stored nowhere here
+    most_chunks: int = 1  # as one, where it goes out from where it lies, and is stored nowhere here
     most_bytes: int = 0  # of a chunk that is stored nowhere, over a fast wire; once credit is given
     heard_at: float = 0.0
     flowed_at: float = 0.0  # when decode was last known to receive something over the link
@@ -108,8 +110,8 @@ class OutgoingPair:
         if self.first_block is not None:
             return False
         self.first_block, self._window_bytes = first_block, window_bytes
-        if self.streams:  # and is stored nowhere there, where so much may be on its way
-            most = min(window_bytes // 4, STREAMED_CHUNKS * self.chunk_bytes)
+        if self.most_chunks > 1:  # and is stored nowhere there, where so much may be on its way
+            most = min(window_bytes // 4, self.most_chunks * self.chunk_bytes)
             self.most_bytes = min(most, MAX_PAYLOAD_BYTES // 2)  # digests come on top of it
         return True
 
@@ -241,7 +243,7 @@ class OutgoingPair:
         """
         layers, taken = self.shape.layers, 1
         room = min(most, self._window_bytes - self.unacked_bytes)
-        while self.streams and (taken + 1) * num_bytes <= room:
+        while self.most_chunks > 1 and (taken + 1) * num_bytes <= room:
             layer = run.layer + taken
             if not self._has_waiting() or not self._waiting[0].continues(run, layer):
                 break

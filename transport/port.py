@@ -8,7 +8,9 @@ from functools import partial
 
 import structlog
 
+from kernels.crew import Steps
 from protos.transfer_pb2 import Frame
+from transport.copiers import Copiers
 from transport.link import (
     Fill,
     Link,
@@ -23,8 +25,8 @@ from transport.link import (
     Pouring,
     heed,
 )
+from transport.messages import MAX_PAYLOAD_BYTES
 from transport.pulse import Pulse
-from transport.threads import Threads
 
 log = structlog.get_logger()
 
@@ -83,10 +85,10 @@ class Port:
         self._stirred.set()
 
     async def load(
-        self, num_bytes: int, fill: Fill, pouring: Callable[[], Pouring], threads: Threads
+        self, num_bytes: int, fill: Fill, pouring: Callable[[], Pouring], copiers: Copiers
     ) -> None:
         """Send a payload of `num_bytes` with its frame, built by `fill` on a thread: one of the
-        wire's if it has any, else one of `threads`; or as `pouring` says, if the wire can do that.
+        wire's if it has any, else one of `copiers`; or as `pouring` says, if the wire can do that.
         Returns once the wire has taken it.
 
         Raises LinkClosed, and what `fill` or the pouring raises.
@@ -104,18 +106,20 @@ class Port:
                 await loading
             return
         room = memoryview(bytearray(num_bytes))
-        frame = await threads.do(partial(fill, room))
+        frame = await copiers.do(partial(fill, room))
         if frame is not None:
             await self._send(frame, room)
 
-    async def point(self, point: Callable[[], Frame | None], threads: Threads | None) -> None:
-        """Send the frame that `point` makes, on one of `threads` or at once without, of cells that
-        the other end reads where they lie. Raises LinkClosed, and what `point` raises.
+    async def point(self, point: Steps[Frame | None], copiers: Copiers) -> None:
+        """Send the frame that `point` makes, of cells that the other end reads where they lie.
+        Raises LinkClosed, and what `point` raises.
         """
-        frame = point() if threads is None else await threads.do(point)
+        made = copiers.go_through(point)
+        waited = not made.done()
+        frame = await made
         if frame is not None:
             await self._send(frame, None)
-        if threads is None:
+        if not waited:
             await asyncio.sleep(0)  # a long prompt has many of these, and others have their turn
 
     async def run(self, handle: Handle) -> str:
@@ -210,6 +214,8 @@ class Port:
         """Bytes of a payload that is stored nowhere which the wire takes in a moment, as far as is
         known.
         """
+        if self.shows_pool:  # none leave
+            return MAX_PAYLOAD_BYTES
         return 0 if self._pourer is None else self._pourer.reach
 
     def _num_written(self) -> int:

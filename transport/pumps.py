@@ -8,14 +8,15 @@ import structlog
 
 from kvcache.kept_digests import BlockRotten
 from transport.clock import Clock
-from transport.departure import Departure, Pool, gather, known_digests, point, pouring
+from transport.copiers import Copiers
+from transport.departure import Departure, Pool, gather, point, pouring
 from transport.departures import Departures
 from transport.link import LinkClosed
 from transport.orders import Code, TransferFailed
+from transport.outgoing_pair import SHOWN_CHUNKS, STREAMED_CHUNKS
 from transport.peers import Peers
 from transport.port import Port
 from transport.sealed_runs import Part
-from transport.threads import Threads
 
 log = structlog.get_logger()
 
@@ -32,7 +33,7 @@ class Pumps:
         departures: Departures,
         peers: Peers,
         store: Pool,
-        copiers: Threads,
+        copiers: Copiers,
         clock: Clock,
         found_rotten: FoundRotten,
     ) -> None:
@@ -71,7 +72,10 @@ class Pumps:
     def _begin(self, departure: Departure, rank: int, port: Port) -> None:
         pair = departure.outgoing.pairs[rank]
         pair.heard_at = self._clock.now()
-        pair.streams = port.pours and self._store.streams(pair.heads)
+        if port.shows_pool:
+            pair.most_chunks = SHOWN_CHUNKS
+        elif port.pours and self._store.streams(pair.heads):
+            pair.most_chunks = STREAMED_CHUNKS
         port.post(departure.open_frame(rank))
         self._pump_to(departure, rank, port)
 
@@ -146,9 +150,7 @@ class Pumps:
         what = (self._store, departure, rank, heads, part)
         if port.shows_pool and not part.heads:  # what came damaged shall come another way
             departure.lookers.setdefault(rank, asyncio.Event())
-            digests = known_digests(self._store, departure, heads, part)
-            threads = self._copiers if digests is None else None
-            await port.point(partial(point, *what, digests), threads)
+            await port.point(point(*what), self._copiers)
         else:
             filled, poured = partial(gather, *what), partial(pouring, *what, num_bytes)
             if port.pours and not part.heads:

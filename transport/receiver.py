@@ -22,6 +22,7 @@ from transport.arrivals import Arrivals, name_of
 from transport.books import own_ledger
 from transport.clock import Clock
 from transport.config import TransportConfig
+from transport.copiers import Copiers
 from transport.from_prefill import PrefillFrames
 from transport.landing import CellSink, Lander
 from transport.link import PROTOCOL, Link, LinkRefused
@@ -30,7 +31,6 @@ from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey
 from transport.port import Port
 from transport.pull import GrpcPuller, Puller
 from transport.reaper import reap
-from transport.threads import Threads
 
 
 class Receiver:
@@ -50,7 +50,7 @@ class Receiver:
         self.identity = identity
         self._manifest_digest = manifest_digest
         self._config = config = config or TransportConfig()
-        self._copiers = Threads(config.copy_threads, "kv-scatter")
+        self._copiers = Copiers(config.copy_threads, "kv-scatter")
         self.ledger = ledger or own_ledger(identity, "decode")
         self._arrivals = Arrivals(identity, kv_heads, store.spec, clock, config, self.ledger)
         lander = Lander(store, self._copiers)

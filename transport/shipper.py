@@ -20,6 +20,7 @@ from transport import books
 from transport.books import own_ledger
 from transport.clock import Clock
 from transport.config import TransportConfig
+from transport.copiers import Copiers
 from transport.departure import Departure, Pool
 from transport.departures import Departures
 from transport.fences import ended
@@ -39,7 +40,6 @@ from transport.port import Port
 from transport.pumps import FoundRotten, Pumps
 from transport.reaper import reap
 from transport.sealed_runs import Run, cut
-from transport.threads import Threads
 
 
 class Shipper:
@@ -67,7 +67,7 @@ class Shipper:
         self._departures = Departures(
             identity, source_intervals, store.spec, clock, config, self.ledger
         )
-        self._copiers = Threads(config.copy_threads, "kv-gather")
+        self._copiers = Copiers(config.copy_threads, "kv-gather")
         self._peers = Peers(
             identity,
             connectors,

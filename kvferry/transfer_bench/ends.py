@@ -229,10 +229,10 @@ def _digests(on: bool) -> Iterator[None]:
         yield
         return
 
-    gather, scatter = KvStore.gather_cells, KvStore.scatter_cells
+    gather, scatter = KvStore.gather_cells, KvStore.scattering
     pourer: Any = KvStore.pourer
     catch: Any = KvStore.catcher
-    take: Any = KvStore.take_cells
+    take: Any = KvStore.taking
 
     def gather_only(
         store: KvStore,
@@ -266,19 +266,22 @@ def _digests(on: bool) -> Iterator[None]:
         return take(*arguments[:-1])
 
     def no_digests(store: KvStore, layer: int, block_ids: Any, heads: Any, *_: Any) -> Any:
-        store.settle_cells(layer, block_ids)  # in huge pages, as with digests
         return np.zeros(len(block_ids) * len(heads) * store.layer(layer).shape[1], np.uint64)
+
+    def no_digesting(store: KvStore, layers: range, *where: Any) -> Any:
+        yield from ()
+        return np.concatenate([no_digests(store, layer, *where) for layer in layers])
 
     def no_note(*_: Any) -> None:
         pass
 
     with (
-        patch.object(KvStore, "take_cells", take_only),
-        patch.object(KvStore, "digest_cells", no_digests),
+        patch.object(KvStore, "taking", take_only),
+        patch.object(KvStore, "digesting", no_digesting),
         patch.object(KvStore, "known_digests", no_digests),
         patch.object(KvStore, "note_cells", no_note),
         patch.object(KvStore, "gather_cells", gather_only),
-        patch.object(KvStore, "scatter_cells", scatter_only),
+        patch.object(KvStore, "scattering", scatter_only),
         patch.object(KvStore, "pourer", pour_only),
         patch.object(KvStore, "catcher", catch_only),
     ):

@@ -76,7 +76,7 @@ class AnyHistory(RuleBasedStateMachine):
         num_tokens=st.integers(1, 18),
         resident=st.integers(0, 5),
         chunk_blocks=st.integers(1, 3),
-        streams=st.booleans(),
+        most_chunks=st.sampled_from([1, 2, 4]),
         faulty=st.booleans(),
     )
     def begin(
@@ -86,7 +86,7 @@ class AnyHistory(RuleBasedStateMachine):
         num_tokens: int,
         resident: int,
         chunk_blocks: int,
-        streams: bool,
+        most_chunks: int,
         faulty: bool,
     ) -> None:
         self.faulty = faulty  # whether an end may give up; else the transfer must succeed
@@ -103,7 +103,7 @@ class AnyHistory(RuleBasedStateMachine):
             Outgoing(
                 {
                     plan.decode_rank: OutgoingPair(
-                        plan.heads, self.shape, chunk_blocks * BLOCK_BYTES, streams
+                        plan.heads, self.shape, chunk_blocks * BLOCK_BYTES, most_chunks
                     )
                     for plan in plans
                     if plan.prefill_rank == rank
@@ -516,7 +516,7 @@ def seeded_history(seed: int, num_events: int = 120) -> None:
         num_tokens=random.randint(1, 18),
         resident=random.choice([0, 0, 1, 3, 5]),
         chunk_blocks=random.randint(1, 3),
-        streams=random.random() < 0.5,
+        most_chunks=random.choice([1, 2, 4]),
         faulty=random.random() < 0.5,
     )
     history.happen(seed=random.getrandbits(32), count=num_events)

@@ -378,6 +378,7 @@ async def cluster(
     wrap: Callable[[Connector], Connector] = lambda connector: connector,
     others: Mapping[str, Connector] | None = None,
     sink: Callable[[KvStore], KvStore] = lambda store: store,
+    source: Callable[[KvStore], KvStore] = lambda store: store,
 ) -> AsyncIterator[Cluster]:
     clock = clock or MonotonicClock()
     prefill_map = HeadMap.even(num_query_heads, spec.num_kv_heads, prefill_tp).kv
@@ -413,7 +414,7 @@ async def cluster(
             shipper = Shipper(
                 Identity("prefill-0", "p1", 1, rank),
                 prefill_map,
-                store,
+                source(store),
                 connectors,
                 MANIFEST,
                 clock,

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.clock import ManualClock
+from kernels.crew import Steps
 from kvcache.cell_catcher import CellCatcher
 from kvcache.kv_store import KvStore
 from kvcache.mapped_pool import MappedCells
@@ -65,17 +66,16 @@ class SlowSink:
         self._store = store
         self._random = random
 
-    def scatter_cells(
+    def scattering(
         self,
         layer: int,
         block_ids: Sequence[int],
         heads: Sequence[int],
         cells: NDArray[np.uint8],
         digests: NDArray[np.uint64] | None = None,
-    ) -> NDArray[np.intp]:
-        if self._random.random() < 0.2:
-            time.sleep(0.004)
-        return self._store.scatter_cells(layer, block_ids, heads, cells, digests)
+    ) -> Steps[NDArray[np.intp]]:
+        yield [self._wait]
+        return (yield from self._store.scattering(layer, block_ids, heads, cells, digests))
 
     def cut(self, block_size: int) -> KvStore:
         raise AssertionError("both ends have blocks of one size")
@@ -97,17 +97,43 @@ class SlowSink:
         made.turn = take_its_time  # type: ignore[method-assign]
         return made
 
-    def take_cells(
+    def taking(
         self,
-        layer: int,
+        layers: range,
         block_ids: Sequence[int],
         heads: Sequence[int],
         cells: MappedCells,
         digests: NDArray[np.uint64],
-    ) -> NDArray[np.intp]:
+    ) -> Steps[NDArray[np.intp]]:
+        yield [self._wait]
+        return (yield from self._store.taking(layers, block_ids, heads, cells, digests))
+
+    def _wait(self) -> None:
         if self._random.random() < 0.2:
             time.sleep(0.004)
-        return self._store.take_cells(layer, block_ids, heads, cells, digests)
+
+
+class SlowSource:
+    """The same at prefill, where it is read."""
+
+    def __init__(self, store: KvStore, random: Random) -> None:
+        self._store = store
+        self._random = random
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def gather_cells(self, *where: Any, **named: Any) -> NDArray[np.uint8]:
+        self._wait()
+        return self._store.gather_cells(*where, **named)
+
+    def digesting(self, *where: Any) -> Steps[NDArray[np.uint64]]:
+        yield [self._wait]
+        return (yield from self._store.digesting(*where))
+
+    def _wait(self) -> None:
+        if self._random.random() < 0.2:
+            time.sleep(0.004)
 
 
 @dataclass
@@ -288,6 +314,7 @@ async def random_transfers(seed: int, *words: str, wire: str = "loopback") -> En
                     config=QUICK.__class__(chunk_bytes=random.choice([400, 1000, 3000])),
                     wrap=lambda inner: FaultWire(inner, faults, clock),
                     sink=lambda store: SlowSink(store, random),  # type: ignore[arg-type, return-value]
+                    source=lambda store: SlowSource(store, random),  # type: ignore[arg-type, return-value]
                 ) as group,
             ):
                 history = History(group, random)

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.clock import ManualClock
+from kernels.crew import Steps
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
 from tests.transport.broken import (
@@ -42,17 +43,20 @@ class SlowSink:
         self.entered = threading.Event()
         self._store = store
 
-    def scatter_cells(
+    def scattering(
         self,
         layer: int,
         block_ids: Sequence[int],
         heads: Sequence[int],
         cells: NDArray[np.uint8],
         digests: NDArray[np.uint64] | None = None,
-    ) -> NDArray[np.intp]:
+    ) -> Steps[NDArray[np.intp]]:
+        yield [self._wait]
+        return (yield from self._store.scattering(layer, block_ids, heads, cells, digests))
+
+    def _wait(self) -> None:
         self.entered.set()
         assert self.may_write.wait(10)
-        return self._store.scatter_cells(layer, block_ids, heads, cells, digests)
 
 
 async def test_an_abort_returns_only_when_the_last_writer_is_gone() -> None:
@@ -88,12 +92,12 @@ async def test_an_abort_returns_only_when_the_last_writer_is_gone() -> None:
 class SlowRepair(SlowSink):
     """Only the head that came damaged waits, when it comes again."""
 
-    def scatter_cells(
+    def scattering(
         self, layer: int, block_ids: Sequence[int], heads: Sequence[int], *args: Any, **named: Any
-    ) -> NDArray[np.intp]:
+    ) -> Steps[NDArray[np.intp]]:
         if list(heads) == [1]:
-            return super().scatter_cells(layer, block_ids, heads, *args, **named)
-        return self._store.scatter_cells(layer, block_ids, heads, *args, **named)
+            return super().scattering(layer, block_ids, heads, *args, **named)
+        return self._store.scattering(layer, block_ids, heads, *args, **named)
 
 
 async def test_an_abort_waits_for_cells_that_came_by_a_call_as_well() -> None:
@@ -133,9 +137,8 @@ async def test_shipping_ends_only_when_nothing_reads_the_blocks_any_more() -> No
         def __init__(self, store: KvStore) -> None:
             self.spec = store.spec
             self.cut = store.cut
-            self.digest_cells = store.digest_cells
+            self.digesting = store.digesting
             self.known_digests = store.known_digests
-            self.are_settled = store.are_settled
             self.streams = store.streams
             self.prove_blocks = store.prove_blocks
             self._store = store

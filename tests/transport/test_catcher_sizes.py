@@ -9,9 +9,9 @@ from kvcache.head_map import HeadInterval
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk
+from transport.copiers import Copiers
 from transport.landing import Lander
 from transport.shipment import Shape
-from transport.threads import Threads
 
 SPEC = CacheSpec.full(num_layers=3, num_kv_heads=2, head_dim=2, block_size=4, dtype="float32")
 
@@ -22,7 +22,7 @@ SPEC = CacheSpec.full(num_layers=3, num_kv_heads=2, head_dim=2, block_size=4, dt
 def test_a_payload_of_too_few_bytes_is_staged(
     num_bytes: int, num_layers: int, piece_blocks: int
 ) -> None:
-    store, threads = KvStore(SPEC, HeadInterval(0, 2), 4), Threads(1, "test-catcher-sizes")
+    store, threads = KvStore(SPEC, HeadInterval(0, 2), 4), Copiers(1, "test-catcher-sizes")
     landing: Any = SimpleNamespace(
         incoming=SimpleNamespace(shape=Shape.of(SPEC, 8)), order=SimpleNamespace(block_table=(1, 2))
     )

@@ -38,7 +38,9 @@ def chunks(
     """
     tail = NUM_TOKENS % (shape.block_size * shape.parts) or None
     for plan in pair_plans(source, target):
-        pair = OutgoingPair(plan.heads, shape, chunk_bytes=500, streams=plan.decode_rank % 2 == 0)
+        pair = OutgoingPair(
+            plan.heads, shape, chunk_bytes=500, most_chunks=plan.decode_rank % 3 + 1
+        )
         pair.grant(first_block, window_bytes=1 << 30)
         for layer in range(LAYERS):
             pair.seal(cut(Run(layer, 0, table[:1]), shape))

@@ -18,7 +18,7 @@ from transport.fault_wire import FaultWire
 from transport.faults import DAMAGES, Faults
 from transport.landing import Lander
 from transport.orders import ShipmentKey
-from transport.outgoing_pair import OutgoingPair
+from transport.outgoing_pair import STREAMED_CHUNKS, OutgoingPair
 from transport.sealed_runs import Part
 from transport.shipment import Shape
 
@@ -36,7 +36,7 @@ def cut_together(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
     take = OutgoingPair.take
 
     def take_together(pair: OutgoingPair, _: int) -> Part | None:
-        pair.streams = True
+        pair.most_chunks = STREAMED_CHUNKS
         part = take(pair)
         taken.extend([part] if part is not None else [])
         return part

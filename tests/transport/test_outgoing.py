@@ -91,15 +91,15 @@ def test_a_window_smaller_than_a_chunk_still_lets_one_through() -> None:
 
 def test_chunks_that_are_stored_nowhere_are_four_times_as_large() -> None:
     """Where prefill streams them, and decode has room for four of them on their way."""
-    for streams, window, want in (
-        (True, 60 * BLOCK_BYTES, [12, 1]),
-        (True, 40 * BLOCK_BYTES, [10, 3]),
-        (True, 16 * BLOCK_BYTES, [4, 4, 4, 1]),
+    for most_chunks, window, want in (
+        (4, 60 * BLOCK_BYTES, [12, 1]),
+        (4, 40 * BLOCK_BYTES, [10, 3]),
+        (4, 16 * BLOCK_BYTES, [4, 4, 4, 1]),
         (True, 11 * BLOCK_BYTES, [3, 3, 3]),  # as many as the window takes
-        (False, 40 * BLOCK_BYTES, [3, 3, 3, 3, 1]),
+        (1, 40 * BLOCK_BYTES, [3, 3, 3, 3, 1]),
     ):
         pair = make_pair(num_tokens=52)
-        pair.streams = streams
+        pair.most_chunks = most_chunks
         pair.seal(Run(0, 0, tuple(range(13))))
         pair.grant(0, window)
         assert [len(part.run.block_ids) for part in take_all(pair)] == want
@@ -110,7 +110,7 @@ def test_the_largest_chunk_fits_into_a_message(chunk_mib: int) -> None:
     """With its digests: decode would take it for nonsense, and end the link."""
     blocks = (MAX_PAYLOAD_BYTES + (1 << 20)) // BLOCK_BYTES
     pair = make_pair(num_tokens=4 * blocks, chunk_bytes=chunk_mib << 20)
-    pair.streams = True
+    pair.most_chunks = 4
     pair.seal(Run(0, 0, tuple(range(blocks))))
     pair.grant(0, 1 << 30)
     part = pair.take()
@@ -129,7 +129,7 @@ def layers_of(pair: OutgoingPair) -> list[tuple[range, int, int]]:
 
 def test_what_streams_takes_the_same_blocks_of_several_layers_as_one_chunk() -> None:
     pair = make_pair(chunk_bytes=4 * BLOCK_BYTES)
-    pair.streams = True
+    pair.most_chunks = 4
     pair.grant(1, 1 << 20)
     for layer in (0, 1, 2):
         pair.seal(Run(layer, 0, (5, 6)))
@@ -156,7 +156,7 @@ def test_layers_go_together_only_where_their_blocks_are_the_same_and_all_wait() 
         ([Run(1, 0, (5,)), Run(0, 0, (5,))], [(range(1, 2), 0, 1), (range(1), 0, 1)]),
     ):
         pair = make_pair()
-        pair.streams = True
+        pair.most_chunks = 4
         pair.grant(0, 1 << 20)
         for run in runs:
             pair.seal(run)
@@ -165,7 +165,7 @@ def test_layers_go_together_only_where_their_blocks_are_the_same_and_all_wait() 
 
 def test_layers_go_together_as_far_as_the_window_allows() -> None:
     pair = make_pair(chunk_bytes=100 * BLOCK_BYTES)
-    pair.streams = True
+    pair.most_chunks = 4
     pair.grant(0, 5 * BLOCK_BYTES)
     for layer in (0, 1, 2):
         pair.seal(Run(layer, 0, (5, 6)))
@@ -178,14 +178,14 @@ def test_a_slow_wire_is_not_held_for_long_by_one_chunk() -> None:
     """Where it is not known to be fast, chunks are as they are elsewhere: of one layer each."""
     for reach, num_blocks in ((0, 3), (2, 3), (5, 5), (99, 12)):
         pair = make_pair(num_tokens=80)
-        pair.streams = True
+        pair.most_chunks = 4
         pair.seal(Run(0, 0, tuple(range(20))))
         pair.grant(0, 1 << 20)
         part = pair.take(reach * BLOCK_BYTES)
         assert part is not None and len(part.run.block_ids) == num_blocks
     for reach, num_layers in ((0, 1), (1, 1), (2, 2), (3, 3), (99, 3)):
         pair = make_pair()
-        pair.streams = True
+        pair.most_chunks = 4
         for layer in range(3):
             pair.seal(Run(layer, 0, (5,)))
         pair.grant(0, 1 << 20)
@@ -195,7 +195,7 @@ def test_a_slow_wire_is_not_held_for_long_by_one_chunk() -> None:
 
 def test_layers_whose_cells_differ_in_size_do_not_go_together() -> None:
     pair = make_pair()
-    pair.streams = True
+    pair.most_chunks = 4
     layers = (pair.shape.layers[0], replace(pair.shape.layers[0], cell_bytes=7))
     pair.shape = replace(pair.shape, layers=layers)
     pair.grant(0, 1 << 20)

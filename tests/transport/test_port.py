@@ -7,9 +7,9 @@ import pytest
 from protos.transfer_pb2 import Frame, Hello, Renew, SealAll, Welcome
 from tests.transport.broken import failures
 from tests.transport.harness import cluster, network, soon
+from transport.copiers import Copiers
 from transport.link import Ending, LinkClosed, Payload, Pouring
 from transport.port import MAX_POSTED, Port
-from transport.threads import Threads
 
 
 class SlowLink:
@@ -74,10 +74,10 @@ async def test_a_payload_that_leaves_slowly_closes_its_link_only_when_no_more_of
 ):
     loop = asyncio.get_running_loop()
     began, link = loop.time(), Trickle(1.0)
-    port, threads = Port(link, send_timeout_s=0.3), Threads(1, "unused")
+    port, copiers = Port(link, send_timeout_s=0.3), Copiers(1, "unused")
     running = asyncio.create_task(port.run(ignore))
     pouring = Pouring(Frame(), 1, 1, lambda outlet: None)
-    leaving = asyncio.create_task(port.load(1, lambda room: None, lambda: pouring, threads))
+    leaving = asyncio.create_task(port.load(1, lambda room: None, lambda: pouring, copiers))
     async with asyncio.timeout(10):
         assert await running == "no frame left in 0.3 s"
     assert loop.time() - began >= 1.0

@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine.clock import MonotonicClock
+from kernels.crew import Steps
 from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk, Frame
@@ -376,11 +379,11 @@ class Stuck(KvStore):
     def catcher(self, *what: object) -> None:
         """Nothing: all is staged."""
 
-    def scatter_cells(
-        self, layer: int, block_ids: Sequence[int], heads: Sequence[int], *rest: object
-    ) -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
-        self.may.wait(10)
-        return super().scatter_cells(layer, block_ids, heads, *rest)  # type: ignore[arg-type]
+    def scattering(
+        self, layer: int, block_ids: Sequence[int], heads: Sequence[int], *rest: Any
+    ) -> Steps[NDArray[np.intp]]:
+        yield [partial(self.may.wait, 10)]
+        return (yield from super().scattering(layer, block_ids, heads, *rest))
 
 
 async def test_an_abort_waits_for_no_reader_however_full_the_socket_is() -> None:

@@ -13,7 +13,7 @@ from tests.transport.broken import SOURCE, TARGET
 from tests.transport.harness import POOL, QUICK, WIRES, cluster, network
 from transport.config import TransportConfig
 from transport.from_prefill import PASSING_WINDOWS
-from transport.outgoing_pair import STREAMED_CHUNKS, OutgoingPair
+from transport.outgoing_pair import SHOWN_CHUNKS, STREAMED_CHUNKS, OutgoingPair
 
 
 @pytest.mark.parametrize("wire", ["tcp", POOL])
@@ -44,7 +44,7 @@ async def test_an_acknowledgement_is_there_before_prefill_sends_its_chunk_again(
     [
         ("tcp", False, PASSING_WINDOWS, STREAMED_CHUNKS),
         ("tcp", True, 1, 1),
-        (POOL, False, PASSING_WINDOWS, 1),
+        (POOL, False, PASSING_WINDOWS, SHOWN_CHUNKS),
     ]
     + [(wire, False, 1, 1) for wire in WIRES if wire != "tcp"],
 )
