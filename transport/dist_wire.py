@@ -20,7 +20,7 @@ from transport.messages import GROUP, MAX_PAYLOAD_BYTES
 from transport.pair_group import DECODE, PREFILL, PairGroup, PairStore, Rendezvous
 from transport.socket_link import SocketLink
 from transport.staging import Staging
-from transport.tcp_wire import at_once
+from transport.tcp_wire import undelayed
 
 NUM_ROOMS = 4  # payloads that may be under way; gloo needs several to be quick
 
@@ -131,7 +131,7 @@ class DistConnector:
             undo.callback(sock.close)
             pair = await _join(PREFILL, control, meet, self._host, self._wire, self._timeout_s)
             undo.pop_all()
-        return PrefillDistLink(control, at_once(sock), pair)
+        return PrefillDistLink(control, undelayed(sock), pair)
 
     def close(self) -> None:
         """Let go of the store; links already open go on without it."""
@@ -157,7 +157,7 @@ class DistAcceptor:
             undo.callback(sock.close)
             pair = await _join(DECODE, control, meet, self._host, wire, self._timeout_s)
             undo.pop_all()
-        return DecodeDistLink(control, at_once(sock), pair)
+        return DecodeDistLink(control, undelayed(sock), pair)
 
 
 async def _join(

@@ -14,6 +14,7 @@ from kvcache.cell_pourer import CellPourer
 from kvcache.kv_store import KvStore
 from kvferry.transfer_bench.case import BLOCK_BYTES, NUM_KV_HEADS, NUM_LAYERS, Case
 from transport.pieces import SEAL_BYTES, Pieces, piece_blocks, without
+from transport.tcp_wire import unpace
 
 HEADS = range(NUM_KV_HEADS)
 PIECE_BLOCKS = piece_blocks(BLOCK_BYTES, 2 * NUM_KV_HEADS)
@@ -38,6 +39,7 @@ def push(case: Case, store: KvStore, table: Sequence[int], address: str) -> floa
     """Seconds until all had been written there."""
     with socket.create_connection((case.host, int(address)), PATIENCE_S) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        unpace(sock)
         began = time.perf_counter()
         for layers, blocks in _chunks(case, table):
             pourer = store.pourer(layers, blocks, HEADS, None, PIECE_BLOCKS)

@@ -34,6 +34,7 @@ from kvferry.transfer_bench.case import Case
 from transport.grpc_options import channel_options, server_options
 from transport.pair_group import DECODE, PREFILL, PairStore, Rendezvous, _build
 from transport.shm_ring import NUM_SLOTS, ShmRing
+from transport.tcp_wire import unpace
 
 METHOD = "/kvferry.bench/Push"
 COLD_WIRES = ("shm", "tcp")  # that can be measured cold to cold, too
@@ -96,6 +97,7 @@ def _messages(case: Case, cold: Memory | None) -> list[memoryview]:
 def _push_tcp(case: Case, address: str, cold: Memory | None) -> float:
     with socket.create_connection((case.host, int(address))) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        unpace(sock)
         header, messages = bytes(12), _messages(case, cold)
         began = time.perf_counter()
         for payload in messages:
