@@ -2,8 +2,11 @@
 
 import os
 import statistics
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +23,7 @@ from kvferry.transfer_bench.plan import Wanted, cases
 
 NOT_INSTALLED = "not installed (make bench-peers-env)"
 LEAST_RUNS = 7  # for a median worth quoting
+WARM_UPS = 3  # links are opened, memory is touched, and the system learns what a connection takes
 
 
 async def bench_transfer(
@@ -95,51 +99,74 @@ async def _measure(  # type: ignore[no-untyped-def]
     runs: int,
     advance,
 ) -> list[Row]:
-    """Ours, the limit and the peers in turn, so that what else the machine does hits all alike."""
+    """Ours, the limit and the peers in turn, so that what else the machine does hits all alike, and
+    each first as often as the others, so that who comes before whom does, too.
+    """
     # Peers hold as many bytes as the base case, and make no digests at any time.
     comparable = replace(case, wire=base.wire, known=base.known, sealed=base.sealed) == base
     rivals = [peer for peer in peers if case.wire in peer.peer.wires] if comparable else []
-    ours: list[float] = []
-    limit: list[float] = []
-    cold: list[float] = []
-    alone: list[float] = []
-    theirs: dict[str, list[float]] = {rival.peer.name: [] for rival in rivals}
-    sealing: list[float] = []
-    own_cpu: list[float] = []
-    limit_cpu: list[float] = []
+    found = defaultdict[str, list[float]](list)
     gigabytes = case.total_bytes / 1e9
+
+    async def own() -> None:
+        began = await _cpu_ms_per_mib(pair, case)
+        found["ours"].append(gigabytes / await pair.seconds(case))
+        found["own cpu"].append(await _cpu_ms_per_mib(pair, case) - began)
+        if case.sealed and case.digests:
+            found["sealing"].append(await pair.sealing_seconds() * 1e3)
+
+    async def limit() -> None:
+        began = await _cpu_ms_per_mib(pair, case)
+        found["limit"].append(gigabytes / await pair.limit_seconds(case))
+        found["limit cpu"].append(await _cpu_ms_per_mib(pair, case) - began)
+
+    async def cold() -> None:
+        found["cold"].append(gigabytes / await pair.limit_seconds(case, cold=True))
+
+    async def alone() -> None:
+        found["alone"].append(gigabytes / await pair.alone_seconds())
+
+    async def rival(peer: RunningPeer) -> None:
+        found[peer.peer.name].append(gigabytes / await peer.seconds(case.chunk_bytes))
+
+    turns = deque[Callable[[], Awaitable[None]]]([own, limit])
+    turns.extend([cold] if case.wire in COLD_WIRES else [])
+    turns.extend([alone] if can_alone(case) else [])
+    turns.extend(partial(rival, peer) for peer in rivals)
     async with pair.running(case):
-        await pair.seconds(case)  # opens the links, touches the memory
+        for _ in range(WARM_UPS):
+            await pair.seconds(case)
         for _ in range(runs):
-            began = await _cpu_ms_per_mib(pair, case)
-            ours.append(gigabytes / await pair.seconds(case))
-            if case.sealed and case.digests:
-                sealing.append(await pair.sealing_seconds() * 1e3)
-            between = await _cpu_ms_per_mib(pair, case)
-            limit.append(gigabytes / await pair.limit_seconds(case))
-            own_cpu.append(between - began)
-            limit_cpu.append(await _cpu_ms_per_mib(pair, case) - between)
-            if case.wire in COLD_WIRES:
-                cold.append(gigabytes / await pair.limit_seconds(case, cold=True))
-            if can_alone(case):
-                alone.append(gigabytes / await pair.alone_seconds())
-            for rival in rivals:
-                took = await rival.seconds(case.chunk_bytes)
-                theirs[rival.peer.name].append(gigabytes / took)
+            for measure in turns:
+                await measure()
+            turns.rotate(1)
             advance()
+    return _rows_of(case, base, found, [peer.peer.name for peer in rivals], missing, comparable)
+
+
+def _rows_of(
+    case: Case,
+    base: Case,
+    found: Mapping[str, list[float]],
+    rivals: Sequence[str],
+    missing: Mapping[str, str],
+    comparable: bool,
+) -> list[Row]:
+    ours, limit = found["ours"], found["limit"]
     absent = [peer.name for peer in PEERS if peer.name in missing and case.wire in peer.wires]
-    rows = [row(str(case), ours, limit, name, values) for name, values in theirs.items()]
+    rows = [row(str(case), ours, limit, name, found[name]) for name in rivals]
     if not rows:
         note = f"{', '.join(absent)}: not installed" if absent and comparable else None
         rows = [row(str(case), ours, limit, note)]
-    if sealing:
-        rows.append(row(f"{case}: digesting before it", sealing, unit="ms"))
-    if alone:
-        rows.append(row(f"{case}: without the transport", alone, limit))
-    if cold:
-        rows.append(row(f"{case}: beside the limit, cold to cold", ours, cold))
+    if "sealing" in found:
+        rows.append(row(f"{case}: digesting before it", found["sealing"], unit="ms"))
+    if "alone" in found:
+        rows.append(row(f"{case}: without the transport", found["alone"], limit))
+    if "cold" in found:
+        rows.append(row(f"{case}: beside the limit, cold to cold", ours, found["cold"]))
     if replace(case, wire=base.wire, digests=base.digests) == base:
-        rows.append(row(f"{case}: CPU of both ends", own_cpu, limit_cpu, unit="ms/MiB"))
+        what = f"{case}: CPU of both ends"
+        rows.append(row(what, found["own cpu"], found["limit cpu"], unit="ms/MiB"))
     return rows
 
 

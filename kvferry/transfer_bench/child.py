@@ -56,6 +56,8 @@ class Child:
             case "push limit":
                 case = Case.from_json(order["case"])
                 cold = self._memory(case) if order["cold"] else None
+                if case.sealed and self._prefill is not None:  # a transfer comes behind that, too
+                    self._prefill.compute(0)
                 return await push(case, order["address"], cold)
             case "take alone":
                 assert self._decode is not None

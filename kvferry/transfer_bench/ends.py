@@ -141,7 +141,7 @@ class PrefillEnd:
         for store in () if case.known else self._stores:
             store.kept.forget_all()  # as if they had just been computed: nobody has their digests
         if case.sealed:
-            self.sealing_s = sum(self._compute(table) for table in tables.values())
+            self.sealing_s = self.compute(first)
         began = time.perf_counter()
         await asyncio.gather(
             *(
@@ -159,8 +159,14 @@ class PrefillEnd:
         table = _blocks(self._case, 0)
         return await asyncio.to_thread(alone.push, self._case, self._stores[0], table, address)
 
+    def compute(self, first: int) -> float:
+        """Write the blocks of the transfers `first` and up, as a prefill's steps do; returns the
+        seconds of digesting them.
+        """
+        numbers = range(first, first + self._case.concurrency)
+        return sum(self._compute(_blocks(self._case, number)) for number in numbers)
+
     def _compute(self, table: Sequence[int]) -> float:
-        """Write blocks as a prefill's steps do; returns the seconds of digesting them."""
         took = 0.0
         for start in range(0, len(table), STEP_BLOCKS):
             blocks = table[start : start + STEP_BLOCKS]
