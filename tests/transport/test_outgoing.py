@@ -89,13 +89,14 @@ def test_a_window_smaller_than_a_chunk_still_lets_one_through() -> None:
     assert [part.seq for part in take_all(pair)] == [1]
 
 
-def test_chunks_that_are_stored_nowhere_are_four_times_as_large() -> None:
-    """Where prefill streams them, and decode has room for four of them on their way."""
+def test_chunks_that_are_stored_nowhere_are_larger() -> None:
+    """As many times as the wire asks for, where decode has room for four of them on their way."""
     for most_chunks, window, want in (
         (4, 60 * BLOCK_BYTES, [12, 1]),
         (4, 40 * BLOCK_BYTES, [10, 3]),
         (4, 16 * BLOCK_BYTES, [4, 4, 4, 1]),
-        (True, 11 * BLOCK_BYTES, [3, 3, 3]),  # as many as the window takes
+        (2, 60 * BLOCK_BYTES, [6, 6, 1]),
+        (4, 11 * BLOCK_BYTES, [3, 3, 3]),  # as many as the window takes
         (1, 40 * BLOCK_BYTES, [3, 3, 3, 3, 1]),
     ):
         pair = make_pair(num_tokens=52)
