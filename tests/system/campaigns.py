@@ -22,6 +22,7 @@ import pytest
 
 from engine.clock import MonotonicClock
 from engine.sampling_params import SamplingParams
+from kernels.crew import Steps
 from kvcache.kv_store import KvStore
 from model.checksum_reference import checksum_continuation
 from model.config import ChecksumConfig
@@ -336,14 +337,14 @@ class SlowWrites:
 
 @contextmanager
 def slow_first_writes() -> Iterator[SlowWrites]:
-    slow, scatter = SlowWrites(), KvStore.scatter_cells
+    slow, scattering = SlowWrites(), KvStore.scattering
 
-    def scatter_slowly(store: KvStore, *cells: Any) -> Any:
-        slow.wait()
-        return scatter(store, *cells)
+    def scatter_slowly(store: KvStore, *cells: Any) -> Steps[Any]:
+        yield [slow.wait]
+        return (yield from scattering(store, *cells))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KvStore, "scatter_cells", scatter_slowly)
+        patch.setattr(KvStore, "scattering", scatter_slowly)
         yield slow
 
 

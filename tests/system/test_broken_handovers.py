@@ -11,6 +11,7 @@ import pytest
 
 from decode_worker.settings import DecodeSettings
 from engine.sampling_params import SamplingParams
+from kernels.crew import Steps
 from kvcache.kv_store import KvStore
 from model.checksum_reference import checksum_continuation
 from model.config import ChecksumConfig
@@ -54,15 +55,18 @@ async def test_blocks_of_a_cancelled_transfer_are_nobodys_until_its_last_write_h
 ) -> None:
     """The next request waits for them, or takes others; either way it reads only its own KV."""
     writes, writing, may_write = itertools.count(), asyncio.Event(), threading.Event()
-    loop, scatter = asyncio.get_running_loop(), KvStore.scatter_cells
+    loop, scattering = asyncio.get_running_loop(), KvStore.scattering
 
-    def first_is_slow(store: KvStore, *cells: Any) -> Any:
+    def wait() -> None:
+        loop.call_soon_threadsafe(writing.set)
+        assert may_write.wait(10)
+
+    def first_is_slow(store: KvStore, *cells: Any) -> Steps[Any]:
         if next(writes) == 0:
-            loop.call_soon_threadsafe(writing.set)
-            assert may_write.wait(10)
-        return scatter(store, *cells)
+            yield [wait]
+        return (yield from scattering(store, *cells))
 
-    monkeypatch.setattr(KvStore, "scatter_cells", first_is_slow)
+    monkeypatch.setattr(KvStore, "scattering", first_is_slow)
     wire = LoopbackWire()
     async with (
         prefill_worker(SOURCE, wire, num_blocks=32) as prefill,
