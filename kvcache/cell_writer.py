@@ -75,7 +75,8 @@ class CellWriter:
         been digested. Of cells that do not lie there, or not in this shape, none is written.
         """
         places, host, ids_B = self._places, self._host, self._places.checked(block_ids)
-        num_planes, runs = places.layers[layers[0]].shape[1], places.local_runs(heads)
+        (alike_PHSD,) = {places.layers[layer].shape[1:] for layer in layers}
+        num_planes, runs = alike_PHSD[0], places.local_runs(heads)
         shape = (len(layers) * len(ids_B), len(heads), num_planes)
         at = {layer: places.at(layer, runs) for layer in layers}
         if host is None or not cells.fit(places.kv_heads.start, at, ids_B):

@@ -30,7 +30,7 @@ from transport.cell_runs import Cell, cells_of
 from transport.cells_servicer import MAX_RUNS
 from transport.config import TransportConfig
 from transport.fences import ended
-from transport.landing import CellSink
+from transport.landing_cells import CellSink
 from transport.orders import Holder, Identity, Lender, ShipmentKey
 from transport.pull import Pull, Puller, PullFailed
 from transport.quarantine import LinkName

@@ -29,7 +29,9 @@ from transport.chunk_check import chunk_check
 from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.incoming import Remedy, Verdict
-from transport.landing import Catcher, Landed, Lander, Landing
+from transport.lander import Lander
+from transport.landing import Landed, Landing
+from transport.landing_cells import Catcher
 from transport.link import LinkClosed, Payload
 from transport.mender import Mender
 from transport.orders import Code, ShipmentKey, TransferFailed

@@ -18,7 +18,8 @@ from transport.cell_runs import Cell, runs_of
 from transport.cells_servicer import MAX_RUNS
 from transport.clock import Clock
 from transport.config import TransportConfig
-from transport.landing import Landed, Lander, Landing
+from transport.lander import Lander
+from transport.landing import Landed, Landing
 from transport.orders import Code, Lender
 from transport.pull import Names, Pull, Puller, PullFailed, by_name, by_shipment
 from transport.quarantine import LinkName

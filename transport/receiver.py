@@ -24,7 +24,8 @@ from transport.clock import Clock
 from transport.config import TransportConfig
 from transport.copiers import Copiers
 from transport.from_prefill import PrefillFrames
-from transport.landing import CellSink, Lander
+from transport.lander import Lander
+from transport.landing_cells import CellSink
 from transport.link import PROTOCOL, Link, LinkRefused
 from transport.mender import Mender
 from transport.orders import Code, Identity, Receipt, ReceiptOrder, ShipmentKey

@@ -10,7 +10,7 @@ from kvcache.kv_store import KvStore
 from kvcache.spec import CacheSpec
 from protos.transfer_pb2 import Chunk
 from transport.copiers import Copiers
-from transport.landing import Lander
+from transport.lander import Lander
 from transport.shipment import Shape
 
 SPEC = CacheSpec.full(num_layers=3, num_kv_heads=2, head_dim=2, block_size=4, dtype="float32")

@@ -16,7 +16,7 @@ from transport.books import ReceivingBook
 from transport.config import TransportConfig
 from transport.fault_wire import FaultWire
 from transport.faults import DAMAGES, Faults
-from transport.landing import Lander
+from transport.lander import Lander
 from transport.orders import ShipmentKey
 from transport.outgoing_pair import STREAMED_CHUNKS, OutgoingPair
 from transport.sealed_runs import Part
