@@ -16,7 +16,6 @@ from kvferry.bench_report import Row, line, plot, publish, row
 from kvferry.errors import CommandError
 from kvferry.transfer_bench.alone import can as can_alone
 from kvferry.transfer_bench.case import Case
-from kvferry.transfer_bench.limits import COLD_WIRES
 from kvferry.transfer_bench.pair import Pair, processes
 from kvferry.transfer_bench.peers import PEERS, RunningPeer, default_python
 from kvferry.transfer_bench.plan import Wanted, cases
@@ -129,8 +128,7 @@ async def _measure(  # type: ignore[no-untyped-def]
     async def rival(peer: RunningPeer) -> None:
         found[peer.peer.name].append(gigabytes / await peer.seconds(case.chunk_bytes))
 
-    turns = deque[Callable[[], Awaitable[None]]]([own, limit])
-    turns.extend([cold] if case.wire in COLD_WIRES else [])
+    turns = deque[Callable[[], Awaitable[None]]]([own, limit, cold])
     turns.extend([alone] if can_alone(case) else [])
     turns.extend(partial(rival, peer) for peer in rivals)
     async with pair.running(case):
@@ -162,8 +160,7 @@ def _rows_of(
         rows.append(row(f"{case}: digesting before it", found["sealing"], unit="ms"))
     if "alone" in found:
         rows.append(row(f"{case}: without the transport", found["alone"], limit))
-    if "cold" in found:
-        rows.append(row(f"{case}: beside the limit, cold to cold", ours, found["cold"]))
+    rows.append(row(f"{case}: beside the limit, cold to cold", ours, found["cold"]))
     if replace(case, wire=base.wire, digests=base.digests) == base:
         what = f"{case}: CPU of both ends"
         rows.append(row(what, found["own cpu"], found["limit cpu"], unit="ms/MiB"))

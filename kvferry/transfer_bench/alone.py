@@ -1,41 +1,130 @@
-"""The cells' own calls alone, over tcp: what a transfer takes without the transport.
+"""The cells' own calls alone: what a transfer takes without the transport.
 
-Prefill pours and decode catches, chunk by chunk, as they do over a link: cells leave from a pool,
-are verified, and written into a pool. Nothing is ordered, told ahead, acknowledged or booked.
+Cells leave from a pool, are verified, and written into a pool, chunk by chunk. Nothing is ordered,
+told ahead, acknowledged or booked.
+
+    tcp         prefill pours and decode catches, as they do over a link
+    grpc, gloo  the calls of `limits`, but each message is gathered before it leaves, behind its
+                digests, and scattered when it has come
 """
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kernels.crew import at_once
+from kvcache import host_memory
 from kvcache.cell_pourer import CellPourer
 from kvcache.kv_store import KvStore
+from kvferry.transfer_bench import limits
 from kvferry.transfer_bench.case import BLOCK_BYTES, NUM_KV_HEADS, NUM_LAYERS, Case
+from kvferry.transfer_bench.loads import Memory
+from protos.transfer_pb2 import Frame
+from transport.joined import Unsent, split
 from transport.pieces import SEAL_BYTES, Pieces, piece_blocks, without
 from transport.tcp_wire import unpace
 
 HEADS = range(NUM_KV_HEADS)
 PIECE_BLOCKS = piece_blocks(BLOCK_BYTES, 2 * NUM_KV_HEADS)
+PROOF_BYTES = 2 * NUM_KV_HEADS * 8  # of a block in a layer
 SEAL = 1
 PATIENCE_S = 30.0
+WIRES = ("tcp", "grpc", "gloo")
 
 
 def can(case: Case) -> bool:
     """Whether it is measured beside this case: of two ranks and one prompt."""
     alone = (case.prefill_tp, case.decode_tp, case.concurrency) == (1, 1, 1)
-    return case.wire == "tcp" and case.digests and not case.sealed and alone
+    return case.wire in WIRES and case.digests and not case.sealed and alone
 
 
-def listen(case: Case) -> socket.socket:
+async def serve(
+    case: Case, store: KvStore, table: Sequence[int]
+) -> tuple[str, "asyncio.Task[None]"]:
+    """Where to push to, and what ends once all has been written: with ValueError for cells that are
+    not what their digests say.
+    """
+    if case.wire != "tcp":
+        return await limits.serve(case, _Cells(case, store, table))
+    listener = _listen(case)
+    taking = asyncio.to_thread(_take, case, store, table, listener)
+    return str(listener.getsockname()[1]), asyncio.create_task(taking)
+
+
+async def push(case: Case, store: KvStore, table: Sequence[int], address: str) -> float:
+    """Seconds until all had been written there."""
+    if case.wire != "tcp":
+        return await limits.push(case, address, _Cells(case, store, table))
+    return await asyncio.to_thread(_pour, case, store, table, address)
+
+
+class _Cells:
+    """A load of a pool's blocks, a layer's or less in each message, behind their digests."""
+
+    def __init__(self, case: Case, store: KvStore, table: Sequence[int]) -> None:
+        self._store = store
+        self._chunks = list(_chunks(case, table))
+        self.num_messages = len(self._chunks)
+        most = max(self._num_bytes(i) for i in range(self.num_messages))
+        self._unsent: dict[int, Unsent] | None = {} if case.wire == "grpc" else None
+        num_rooms = case.in_flight if self._unsent is None else 0
+        self._rooms = [host_memory.buffer(most) for _ in range(num_rooms)]
+
+    def leaving(self, i: int) -> Memory | bytes:
+        if self._unsent is None:
+            self._gather(i, self.room(i))
+            return self.room(i)
+        size = self._num_bytes(i)
+        if size not in self._unsent:
+            self._unsent[size] = Unsent(size)
+        unsent = self._unsent[size]
+        self._gather(i, np.frombuffer(unsent.payload, np.uint8))
+        return unsent.message(Frame())
+
+    def room(self, i: int) -> Memory:
+        return self._rooms[i % len(self._rooms)][: self._num_bytes(i)]
+
+    def came(self, i: int, message: Memory | bytes) -> None:
+        if isinstance(message, bytes):
+            _, payload = split(message)
+            message = np.frombuffer(payload or b"", np.uint8)
+        layer, blocks, digests, cells = self._apart(i, message)
+        bad = at_once(self._store.scattering(layer, blocks, HEADS, cells, digests))
+        if len(bad):
+            raise ValueError(f"{len(bad)} cells of layer {layer} came damaged")
+
+    def _gather(self, i: int, room: Memory) -> None:
+        layer, blocks, digests, cells = self._apart(i, room)
+        known = self._store.known_digests(layer, blocks, HEADS)
+        if known is None:
+            self._store.gather_cells(layer, blocks, HEADS, None, cells, digests)
+        else:
+            self._store.gather_cells(layer, blocks, HEADS, None, cells)
+            digests[:] = known
+
+    def _apart(
+        self, i: int, message: Memory
+    ) -> tuple[int, Sequence[int], NDArray[np.uint64], Memory]:
+        layers, blocks = self._chunks[i]
+        proofs = len(blocks) * PROOF_BYTES
+        return layers.start, blocks, message[:proofs].view(np.uint64), message[proofs:]
+
+    def _num_bytes(self, i: int) -> int:
+        return len(self._chunks[i][1]) * (BLOCK_BYTES + PROOF_BYTES)
+
+
+def _listen(case: Case) -> socket.socket:
     listener = socket.socket()
     listener.bind((case.host, 0))
     listener.listen(1)
     return listener
 
 
-def push(case: Case, store: KvStore, table: Sequence[int], address: str) -> float:
+def _pour(case: Case, store: KvStore, table: Sequence[int], address: str) -> float:
     """Seconds until all had been written there."""
     with socket.create_connection((case.host, int(address)), PATIENCE_S) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -72,7 +161,7 @@ def _rest(
     return without([*views, seal], gone)
 
 
-def take(case: Case, store: KvStore, table: Sequence[int], listener: socket.socket) -> None:
+def _take(case: Case, store: KvStore, table: Sequence[int], listener: socket.socket) -> None:
     """Raises ValueError for cells that are not what their digests say."""
     with listener, listener.accept()[0] as sock:
         for layers, blocks in _chunks(case, table):

@@ -10,7 +10,8 @@ from typing import Any
 from kvcache import host_memory
 from kvferry.transfer_bench.case import Case
 from kvferry.transfer_bench.ends import DecodeEnd, PrefillEnd
-from kvferry.transfer_bench.limits import Memory, cold_memory, push, serve
+from kvferry.transfer_bench.limits import push, serve
+from kvferry.transfer_bench.loads import Cold, Hot, Load, Memory, cold_memory
 
 
 class Child:
@@ -50,18 +51,17 @@ class Child:
                 return None
             case "serve limit":
                 case = Case.from_json(order["case"])
-                cold = self._memory(case) if order["cold"] else None
-                address, self._serving = await serve(case, cold)
+                address, self._serving = await serve(case, self._load(case, order["cold"]))
                 return address
             case "push limit":
                 case = Case.from_json(order["case"])
-                cold = self._memory(case) if order["cold"] else None
+                load = self._load(case, order["cold"])
                 if case.sealed and self._prefill is not None:  # a transfer comes behind that, too
                     self._prefill.compute(0)
-                return await push(case, order["address"], cold)
+                return await push(case, order["address"], load)
             case "take alone":
                 assert self._decode is not None
-                address, self._serving = self._decode.take_alone()
+                address, self._serving = await self._decode.take_alone()
                 return address
             case "push alone":
                 assert self._prefill is not None
@@ -71,11 +71,13 @@ class Child:
                 return await self._serving
         raise ValueError(f"cannot {order['do']}")
 
-    def _memory(self, case: Case) -> Memory:
-        """The same from one repetition to the next."""
+    def _load(self, case: Case, cold: bool) -> Load:
+        """With the same memory from one repetition to the next, if it is a cold one."""
+        if not cold:
+            return Hot(case)
         if self._cold is None or self._cold.nbytes != case.total_bytes:
             self._cold = cold_memory(case)
-        return self._cold
+        return Cold(case, self._cold)
 
 
 async def main() -> None:

@@ -55,11 +55,9 @@ class DecodeEnd:
             table = _blocks(self._case, number)
             self._receipts.append(asyncio.create_task(self._receive(number, table)))
 
-    def take_alone(self) -> tuple[str, "asyncio.Task[None]"]:
+    async def take_alone(self) -> tuple[str, "asyncio.Task[None]"]:
         """Where to push to, and what ends once all has come."""
-        case, listener = self._case, alone.listen(self._case)
-        taking = asyncio.to_thread(alone.take, case, self._stores[0], _blocks(case, 0), listener)
-        return str(listener.getsockname()[1]), asyncio.create_task(taking)
+        return await alone.serve(self._case, self._stores[0], _blocks(self._case, 0))
 
     async def settle(self) -> None:
         """Raises when a transfer failed."""
@@ -157,7 +155,7 @@ class PrefillEnd:
         if not self._case.known:
             self._stores[0].kept.forget_all()
         table = _blocks(self._case, 0)
-        return await asyncio.to_thread(alone.push, self._case, self._stores[0], table, address)
+        return await alone.push(self._case, self._stores[0], table, address)
 
     def compute(self, first: int) -> float:
         """Write the blocks of the transfers `first` and up, as a prefill's steps do; returns the

@@ -5,14 +5,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from kvcache.head_map import HeadInterval
+from kvcache.kv_store import KvStore
 from kvferry.bench_report import Row, row, table
 from kvferry.cli import app
 from kvferry.errors import CommandError
-from kvferry.transfer_bench.case import Case
+from kvferry.transfer_bench import alone
+from kvferry.transfer_bench.case import BLOCK_BYTES, NUM_KV_HEADS, NUM_LAYERS, Case, spec
 from kvferry.transfer_bench.plan import Wanted, cases, parse_pairs, wanted_of
+
+KNOWN = ", digests known"
 
 
 def test_each_dimension_is_varied_by_itself() -> None:
@@ -80,16 +86,31 @@ def test_a_row_compares_medians() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_over_tcp_the_cells_calls_alone_are_measured_too(tmp_path: Path) -> None:
-    out = tmp_path / "transfer.json"
+def test_where_two_processes_copy_the_cells_calls_alone_are_measured_too(tmp_path: Path) -> None:
+    out, wires = tmp_path / "transfer.json", ("tcp", "grpc", "gloo")
     flags = ["--blocks", "2", "--concurrency", "1", "--pair", "1x1", "--runs", "1"]
-    flags += ["--wire", "tcp", "--digests", "on", "--peer-python", sys.executable]
-    done = CliRunner().invoke(app, ["bench", "transfer", *flags, "--out", str(out)])
+    flags += [word for wire in wires for word in ("--wire", wire)]
+    flags += ["--digests", "on", "--peer-python", sys.executable, "--out", str(out)]
+    done = CliRunner().invoke(app, ["bench", "transfer", *flags])
     assert done.exit_code == 0, done.output
     rows = [each for each in json.loads(out.read_text())["rows"] if "without" in each["what"]]
-    cases = ("tcp: 1 x 1 MiB, TP 1 to 1", "tcp: 1 x 1 MiB, TP 1 to 1, digests known")
+    cases = [f"{wire}: 1 x 1 MiB, TP 1 to 1{how}" for wire in wires for how in ("", KNOWN)]
     assert [each["what"] for each in rows] == [f"{case}: without the transport" for case in cases]
     assert all(each["ours"] > 0 and each["limit"] > 0 for each in rows)
+
+
+@pytest.mark.parametrize("wire", ["tcp", "grpc", "gloo"])
+async def test_the_cells_calls_alone_carry_every_cell(wire: str) -> None:
+    case = Case(wire, num_blocks=5, chunk_bytes=2 * BLOCK_BYTES, window_bytes=6 * BLOCK_BYTES)
+    source, sink = (KvStore(spec(), HeadInterval(0, NUM_KV_HEADS), 5) for _ in range(2))
+    for layer in range(NUM_LAYERS):
+        source.layer(layer).uniform_()
+        sink.layer(layer).zero_()
+    there = await alone.serve(case, sink, [4, 0, 3, 1, 2])
+    await alone.push(case, source, [0, 1, 2, 3, 4], there[0])
+    await there[1]
+    for layer in range(NUM_LAYERS):
+        assert torch.equal(sink.layer(layer)[[4, 0, 3, 1, 2]], source.layer(layer))
 
 
 @pytest.mark.timeout(120)
@@ -101,17 +122,17 @@ def test_a_small_run_leaves_its_rows_and_a_picture(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "transfer", *wires, *flags])
     assert done.exit_code == 0, done.output
     as_it_goes = done.output.partition("┏")[0]
-    # 16 cases, six with their CPU, eleven with a second limit, over shm and tcp, and one of each
-    # wire with what its digests took before it.
-    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 36
+    # 16 cases with a second limit, six with their CPU, and one of each wire with what its digests
+    # took before it.
+    assert as_it_goes.count("2 x 1 MiB, TP 1 to 2") == 41
     rows = json.loads(out.read_text())["rows"]
     cold = [each for each in rows if each["what"].endswith(": beside the limit, cold to cold")]
     measured = [each["what"] for each in rows if each["unit"] == "GB/s" and each not in cold]
-    special = (", digested as sealed", ", no digests, just written", ", digests known")
+    special = (", digested as sealed", ", no digests, just written", KNOWN)
     usual = ("", ", no digests", *special)
     ways = {"shm": (*usual, ", by the ring"), "tcp": usual, "grpc": usual}
     assert measured == [f"{wire}: 2 x 1 MiB, TP 1 to 2{how}" for wire in ways for how in ways[wire]]
-    assert [each["what"].partition(": beside")[0] for each in cold] == measured[:11]
+    assert [each["what"].partition(": beside")[0] for each in cold] == measured
     keys = [
         "what",
         "ours",
