@@ -23,10 +23,11 @@ from kvcache.spec import CacheSpec
 
 class HeadRun(NamedTuple):
     """Where the cells of consecutive heads lie in some layers that are alike, and how many of them
-    a block has in each.
+    a block has in each. Whoever has it may read and write there: it holds the layers.
     """
 
     pools: NDArray[np.intp]  # [layers]: their addresses
+    held: tuple[Tensor, ...]  # what lies there
     layout: Layout
     num_cells: int
     block_bytes: int
@@ -132,8 +133,9 @@ class CellPlaces:
         layouts = [next(self.layouts(layer, runs))[0] for layer in layers]
         if len({bytes(layout) for layout in layouts}) != 1:
             return None
-        pools = np.array([self.layers[layer].data_ptr() for layer in layers], dtype=np.intp)
-        return HeadRun(pools, layouts[0], *self.block(layers[0], heads))
+        held = tuple(self.layers[layer] for layer in layers)
+        pools = np.array([pool_NPHSD.data_ptr() for pool_NPHSD in held], dtype=np.intp)
+        return HeadRun(pools, held, layouts[0], *self.block(layers[0], heads))
 
     def block(self, layer: int, heads: Sequence[int]) -> tuple[int, int]:
         """How many cells of `heads` a block has, and their bytes."""

@@ -62,8 +62,8 @@ class CellPourer:
         """
         assert room.nbytes >= self.room_bytes, f"{room.nbytes} bytes for {self.room_bytes}"
         assert self.known == (seal is not None), "a seal is over digests that are known"
-        pools, layout, *_ = self._run
-        blocks = (pools, layout, self._ids_B, self._tail_slots, self._piece_blocks)
+        run = self._run
+        blocks = (run.pools, run.layout, self._ids_B, self._tail_slots, self._piece_blocks)
         if seal is not None:
             return self._host.send(fd, head, *blocks, room, PATIENCE_MS, self.digests, seal)
         digests = self.digests if self.proved else None

@@ -1,9 +1,11 @@
 """Cells that leave through a socket while they are gathered: the same bytes, and no waiting."""
 
 import contextlib
+import gc
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -238,3 +240,21 @@ def test_a_socket_that_the_other_end_closed_is_an_error(
     assert pourer is not None
     with pytest.raises(BrokenPipeError):
         pourer.pour(pair[0].fileno(), HEAD, np.zeros(pourer.room_bytes, np.uint8))
+
+
+def test_who_reads_or_writes_by_address_holds_what_lies_there() -> None:
+    store = random_store()
+    pool = weakref.ref(store.layer(0))
+    pourer, catcher = (
+        store.pourer(range(1), IDS, [0], None, 1),
+        store.catcher(range(1), IDS, [0], 1),
+    )
+    del store
+    gc.collect()
+    assert pourer is not None and pool() is not None
+    del pourer
+    gc.collect()
+    assert catcher is not None and pool() is not None
+    del catcher
+    gc.collect()
+    assert pool() is None
