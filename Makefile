@@ -13,7 +13,7 @@ JOBS    ?= 2
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-timed test-lab test-matrix test-campaigns test-gpu demo bench bench-peers-env bench-routers-env bench-engines-env proto clean
+.PHONY: help setup check test test-timed test-lab test-matrix test-campaigns test-sanitized test-gpu demo bench bench-peers-env bench-routers-env bench-engines-env proto clean
 
 help:
 	@echo "make demo      start a whole cluster with a real model and ask it three questions"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-routers-env  install what bench-route, bench-index and bench-routers compare with"
 	@echo "make bench-engines-env  install what bench-engine compares with (gigabytes, a quarter of an hour)"
 	@echo "make test-campaigns  10,000 damaged cells, clean transfers and cancels (a quarter of an hour)"
+	@echo "make test-sanitized  the tests of what is written in C, by gcc's sanitizers (a quarter of an hour)"
 	@echo "make test-gpu  the checks that need a CUDA device; make bench-gpu: its speed with an 8B model"
 	@echo "make proto     regenerate the gRPC stubs"
 
@@ -48,7 +49,7 @@ check: setup
 
 # Python 3.11 parses source to underline a part of a line in a traceback. One that is written while
 # pytest parses (of a task that is collected then) breaks pytest's parsing.
-test test-timed test-lab test-matrix: export PYTHONNODEBUGRANGES = 1
+test test-timed test-lab test-matrix test-sanitized: export PYTHONNODEBUGRANGES = 1
 
 # Whole clusters one after another, on all cores; before them the rest, side by side.
 test: setup
@@ -72,6 +73,12 @@ test-matrix: setup
 
 test-campaigns: setup
 	$(BIN)/python tests/system/run_campaigns.py $(ARGS)
+
+# Python frees nothing at its end, which is no leak of ours.
+test-sanitized: setup
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	    LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" \
+	    $(BIN)/python -m pytest -m 'not timed and not cluster' --sanitize tests/kernels tests/kvcache tests/transport $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python tests/gpu/run_all.py $(ARGS)

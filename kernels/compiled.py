@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Werror")
+FLAGS: tuple[str, ...] = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Werror")
 NATIVE = "-march=native"
 # An installation that is another user's, or lies on a read-only root, as in a pod.
 NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.EROFS)

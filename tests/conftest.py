@@ -2,6 +2,10 @@
 
 import pytest
 
+from kernels import compiled
+
+SANITIZED = ("-g", "-fsanitize=address,undefined", "-fno-omit-frame-pointer")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -9,3 +13,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="every prompt over every pair, wire and chunk size (about an hour on 2 cores)",
     )
+    parser.addoption(
+        "--sanitize",
+        action="store_true",
+        help="what is written in C ends the process at the first access to memory that is not its "
+        "own (see make test-sanitized)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--sanitize"):
+        compiled.FLAGS = (*compiled.FLAGS, *SANITIZED)

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,19 +13,26 @@ from pathlib import Path
 import pytest
 
 from kernels import (
+    best_tokens,
     chained_digests,
     compiled,
+    crew,
     host_cells,
     host_decoder,
     host_exchange,
+    kept_rows,
     packed_linear,
 )
 from kernels.compiled import Unfit, loaded
 from prefix_index import compact_table
+from tests.conftest import SANITIZED
 
 EVERY = {
     "prompts are named by hashlib": chained_digests._load,
     "cells are gathered, scattered and digested by numpy": host_cells.load,
+    "cells are copied by threads of Python": crew.load,
+    "digests are kept by numpy": kept_rows.load,
+    "the likeliest tokens are found by torch": best_tokens._load,
     "ranks exchange what they compute over gloo": host_exchange.load,
     "the decoder is computed by torch": host_decoder.load,
     "packed weights are multiplied by torch": packed_linear.load,
@@ -141,3 +149,23 @@ def test_a_library_is_not_taken_from_a_folder_that_others_may_write(
     assert caplog.messages == [
         f"nobody answers: {open_to_all} is not this user's alone: remove it, or set TMPDIR"
     ]
+
+
+def test_a_sanitized_library_ends_who_reads_past_the_end_of_memory(source: Path) -> None:
+    asked = ["cc", "-print-file-name=libasan.so"]
+    library = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    if not Path(library).is_file():
+        pytest.skip("this compiler has no sanitizer")
+    source.write_text("char answer(char *text) { return text[4]; }\n")
+    script = (
+        "import ctypes, sys; from pathlib import Path; from kernels.compiled import compiled;"
+        "room = ctypes.CDLL(None).malloc; room.restype = ctypes.c_void_p;"
+        "made = compiled(Path(sys.argv[1]), *sys.argv[2:]);"
+        "ctypes.CDLL(str(made)).answer(ctypes.c_void_p(room(4)))"
+    )
+    for flags, says in (((), ""), (SANITIZED, "heap-buffer-overflow")):
+        preloaded = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"} if flags else {}
+        command, environment = [sys.executable, "-c", script, str(source)], os.environ | preloaded
+        done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True)
+        assert (done.returncode == 0) == (not flags), done.stderr
+        assert says in done.stderr
