@@ -24,7 +24,7 @@ help:
 	@echo "make bench-routers-env  install what bench-route, bench-index and bench-routers compare with"
 	@echo "make bench-engines-env  install what bench-engine compares with (gigabytes, a quarter of an hour)"
 	@echo "make test-campaigns  10,000 damaged cells, clean transfers and cancels (a quarter of an hour)"
-	@echo "make test-sanitized  the tests of what is written in C, by gcc's sanitizers (a quarter of an hour)"
+	@echo "make test-sanitized  the tests of what is written in C, by gcc's sanitizers (seven minutes)"
 	@echo "make test-gpu  the checks that need a CUDA device; make bench-gpu: its speed with an 8B model"
 	@echo "make proto     regenerate the gRPC stubs"
 
@@ -78,7 +78,7 @@ test-campaigns: setup
 test-sanitized: setup
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	    LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" \
-	    $(BIN)/python -m pytest -m 'not timed and not cluster' --sanitize tests/kernels tests/kvcache tests/transport $(ARGS)
+	    $(BIN)/python -m pytest -m 'not timed and not cluster' --sanitize --capture=sys tests/kernels tests/kvcache tests/transport $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python tests/gpu/run_all.py $(ARGS)

@@ -101,7 +101,8 @@ INLINE void quantise_row(const packed *w, const float *x, int8_t *codes, float *
             memcpy(values, x + from, sizeof values);
         else
             for (int i = 0; i < GROUP; i++) values[i] = i >= lo && i < hi ? x[from + i] : 0;
-        int32_t bits[GROUP], most = 0, sum[2] = {0, 0};
+        int32_t bits[GROUP], most = 0;
+        uint32_t sum[2] = {0, 0}; /* of what is no number it may wrap */
         memcpy(bits, values, sizeof bits);
         for (int i = 0; i < GROUP; i++) {
             int32_t size = bits[i] & 0x7fffffff; /* as integers, sizes of floats are in order */
@@ -113,7 +114,7 @@ INLINE void quantise_row(const packed *w, const float *x, int8_t *codes, float *
         for (int i = 0; i < GROUP; i++) values[i] = values[i] * inverse + SHIFT;
         memcpy(bits, values, sizeof bits);
         for (int i = 0; i < GROUP; i++) {
-            int32_t code = bits[i] - 0x4b400000;
+            uint32_t code = (uint32_t)bits[i] - 0x4b400000;
             codes[g * GROUP + i] = (int8_t)code;
             sum[i / (GROUP / 2)] += code;
         }
@@ -121,8 +122,8 @@ INLINE void quantise_row(const packed *w, const float *x, int8_t *codes, float *
         float scale = most >= 0x7f800000 ? NAN : inverse ? largest / 127.0f : 0;
         for (int64_t part = 0, at = g * w->parts; part < w->parts; part++, at++) {
             scales[at] = scale;
-            sums[at] = scale * (float)sum[part];
-            lifts[at] = -128 * sum[part];
+            sums[at] = scale * (float)(int32_t)sum[part];
+            lifts[at] = (int32_t)(-128 * sum[part]);
         }
     }
 }
